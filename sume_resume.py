@@ -1,0 +1,4557 @@
+#!/usr/bin/env -S uv run --script
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["httpx>=0.28,<0.29", "typer>=0.26,<0.29", "rich>=13.9,<16"]
+# ///
+"""Buy AI clips from Sume in batches, each exactly once, and finish after any kill.
+
+One command adds the rows of a file to a ledger (one SQLite file), sends each with an
+idempotency key that was committed before the request left, polls until every row is
+final, and shows it in a live table. When anything dies, the same command again
+finishes the rest.
+
+What is promised, and what the tests check:
+
+P1  One attempt of a row causes at most one charge, across any crash, restart or
+    second runner. When Sume may have forgotten the key, the row waits for a person.
+P2  Every job that Sume accepted can be named from the ledger, or by replaying a key
+    that is in the ledger.
+P3  No input row is lost, merged in silence, or shown another row's clip.
+P4  Cost is an exact integer (micro-USD), never guessed: unknown is shown as unknown.
+P5  A result file is whole and verified, or absent under its final name.
+P6  Exit code and summary tell the truth: "stopped waiting" is not "failed".
+P7  The API key and the query of a signed URL appear in no output and no file.
+P8  What cannot be recorded is not bought: no ledger write, no POST.
+
+The rooms, top to bottom; a name is used only below the place where it is defined:
+
+    constants    limits and defaults, each with its unit and its reason
+    errors       what can end a command, and the exit code it ends with
+    text         words from outside, made inert; times as a person writes them
+    clock        the one source of time
+    states       the words for an attempt, and what may follow what
+    money        from what Sume says to exact micro-dollars
+    decisions    pure: row id, key, what an answer means, when to read again
+    input        from what a person wrote to checked rows
+    pacing       pure: budgets, gates and the queue window
+    schema       all SQL text of the ledger
+    ledger       one method per fact; nothing else writes
+    api          one HTTP request and its answer; knows no ledger
+    engine       the scheduler: the only room that holds both ledger and api
+    display      what a person sees of the engine's events
+    stand-in     a small Sume on loopback, for --simulate
+    cli          commands, flags, the error boundary
+    end          main() and the guard
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import hashlib
+import json
+import os
+import queue
+import random
+import re
+import secrets
+import signal
+import socket
+import sqlite3
+import stat
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from decimal import Decimal
+from itertools import chain, count
+from pathlib import Path
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    BinaryIO,
+    Literal,
+    NoReturn,
+    Protocol,
+    assert_never,
+    cast,
+)
+
+import typer
+from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    import ssl
+    from http.server import ThreadingHTTPServer
+
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AccountError",
+    "Engine",
+    "InputError",
+    "Job",
+    "Ledger",
+    "LedgerError",
+    "LockedError",
+    "Status",
+    "Sume",
+    "SumeResumeError",
+    "UsageError",
+    "app",
+    "main",
+]
+
+
+# --- constants ---------------------------------------------------------------
+# Limits and defaults. Every number has its unit in its name and its reason beside it.
+
+DEFAULT_BASE_URL = "https://api.sume.com"
+# The one model name that Sume's own pages show; a row or --model names another.
+DEFAULT_MODEL = "sume/auto"
+DEFAULT_LEDGER = "jobs.db"
+DEFAULT_SIMULATED_LEDGER = "simulated.db"
+STAND_IN = "stand-in"
+
+# A submit that has no whole answer by then counts as "may have arrived". Sume's own
+# clients wait 20 s and 90 s; a slower accept is found again by its key.
+POST_DEADLINE_S = 60.0
+READ_DEADLINE_S = 30.0
+CONNECT_TIMEOUT_S = 10.0
+# Past its deadline by this much, a request is taken from its worker and given up.
+OVERRUN_GRACE_S = 2.0
+# A first signal waits this long for submits in flight; CI kills 7.5 s after SIGINT.
+SIGNAL_GRACE_S = 5.0
+# An answer is some kB of JSON; a larger one is not read to its end.
+MAX_ANSWER_BYTES = 8 * 1024 * 1024
+
+# Sume publishes no lifetime for keys; the shortest that peers of it publish is 24 h.
+KEY_TTL_S = 24 * 3600.0
+# A wall clock that fell this far behind the steady one says nothing about a key's age.
+CLOCK_FALL_LIMIT_S = 300.0
+
+# Sume's Free plan allows 120 writes a minute (300 on Pro); reads are "generous".
+WRITES_PER_MINUTE = 120.0
+READS_PER_MINUTE = 600.0
+# Exactly the allowed pace trips a sliding window whenever a request arrives early.
+BUDGET_SHARE = 0.985
+# A scheduler wakes some ms late; so much lateness is made up for, never more.
+BUDGET_CREDIT_S = 0.02
+CONCURRENCY = 8
+
+POLL_INTERVAL_S = 15.0
+SIMULATED_POLL_INTERVAL_S = 1.0
+# No hint to wait longer is followed; a due time beyond it means that the clock moved.
+MAX_POLL_HINT_S = 300.0
+# Polls are spread by this share of their interval, so that they never line up.
+POLL_JITTER = 0.1
+# Sume may not know a job in the first seconds after it accepted it (read-after-write).
+GONE_GRACE_S = 120.0
+# A completed job whose cost is not there yet is read again after these waits.
+COST_REREAD_S = (2.0, 4.0, 8.0)
+RESULT_TRIES = 3
+
+BACKOFF_BASE_S = 2.0
+BACKOFF_CAP_S = 60.0
+# With full jitter a wait can come out near zero; a broken server gets this much rest.
+BACKOFF_FLOOR_S = 0.5
+OFFLINE_CAP_S = 30.0
+# The longest pause a server can ask for: past it, one probe finds out.
+RETRY_AFTER_CAP_S = 900.0
+
+# Answers that settle nothing, in this number, send the row to a person.
+DOUBT_LIMIT = 5
+# So many different rows answered 2xx without a job id: this is not Sume.
+NO_ID_ROWS = 3
+# The queue window grows by one after so many answers that report more room.
+ROOM_VOTES = 8.0
+# An answer that reports no room at all is a weaker hint than one that does.
+ROOM_VOTE_UNREPORTED = 0.125
+
+MAX_BODY_BYTES = 1024 * 1024
+MAX_LINE_BYTES = 8 * 1024 * 1024
+MAX_ROW_ID_CHARS = 200
+MAX_NOTE_CHARS = 300
+MAX_USAGE_CHARS = 2000
+MAX_INPUT_ERRORS = 10
+MAX_MICROS = 2**63 - 1
+
+# SQLite waits so long for another writer before it says "locked".
+BUSY_TIMEOUT_MS = 5000
+# A run that holds no answer gives up after so many of those waits: a minute.
+BUSY_TRIES = 12
+QUICK_CHECK_MAX_BYTES = 64 * 1024 * 1024
+# "SuRe" in ASCII: says that a SQLite file is one of our ledgers.
+APPLICATION_ID = 0x53755265
+
+# The scheduler looks up at least so often: rows may be added beside it.
+TICK_S = 1.0
+REDRAW_S = 0.25
+HEARTBEAT_S = 30.0
+TOTALS_RELOAD_S = 30.0
+
+
+class Exit(enum.IntEnum):
+    """Exit codes, in the README and in --help."""
+
+    DONE = 0
+    NOT_ALL_COMPLETED = 1
+    USAGE = 2
+    UNFINISHED = 3
+    REVIEW = 4
+    ACCOUNT = 5
+    LOCKED = 7
+    LEDGER = 8
+    INTERNAL = 70
+    HANGUP = 129
+    INTERRUPTED = 130
+    TERMINATED = 143
+
+
+EXIT_CODES = """\
+Exit codes:
+
+  0  every row is completed
+  1  all rows final, some not completed
+  2  usage or input error; nothing was changed
+  3  unfinished: a deadline or limit ended the run; run again
+  4  rows need review
+  5  account or connection settings need fixing
+  7  another run holds this ledger
+  8  the ledger cannot be used
+  70  a fault in this program; the ledger is safe
+  129, 130, 143  hung up, interrupted, terminated
+"""
+
+
+# --- errors ------------------------------------------------------------------
+# What can end a command. Each class carries its exit code; a message says what
+# happened, to which row or file, and what helps.
+#
+#   SumeResumeError
+#   ├── UsageError      2  flags, environment
+#   ├── InputError      2  rows that a person wrote
+#   ├── AccountError    5  key, credits, certificate, base URL, guard
+#   ├── LockedError     7  another run holds the ledger
+#   ├── LedgerError     8  the ledger cannot be used
+#   │   └── LedgerBusy  8  another process is writing; waiting may help
+#   └── RowChanged         another process changed the row first (never leaves a run)
+
+
+class SumeResumeError(Exception):
+    """Something a person can act on."""
+
+    exit_code: Exit = Exit.INTERNAL
+
+
+class UsageError(SumeResumeError):
+    """A flag or a setting is wrong."""
+
+    exit_code = Exit.USAGE
+
+
+class InputError(SumeResumeError):
+    """Rows of the input are wrong; none was added."""
+
+    exit_code = Exit.USAGE
+
+    def __init__(self, problems: Sequence[str], count: int | None = None) -> None:
+        self.problems = list(problems)
+        more = (count or len(problems)) - len(problems)
+        lines = [*self.problems, *([f"… and {more} more"] if more > 0 else [])]
+        super().__init__("\n".join(lines))
+
+
+class AccountError(SumeResumeError):
+    """The account or the connection settings need fixing."""
+
+    exit_code = Exit.ACCOUNT
+
+
+class LockedError(SumeResumeError):
+    """Another run holds this ledger."""
+
+    exit_code = Exit.LOCKED
+
+
+class LedgerError(SumeResumeError):
+    """The ledger cannot be used."""
+
+    exit_code = Exit.LEDGER
+
+
+class LedgerBusy(LedgerError):
+    """Another process is writing to the ledger."""
+
+
+class RowChanged(SumeResumeError):
+    """The row is not in the state that this fact expects."""
+
+
+# --- text --------------------------------------------------------------------
+# Text from outside is data: it moves no cursor and carries no secret.
+
+
+# Control characters, bidi overrides and line separators move a terminal's cursor or
+# turn its text around; text from prompts and servers never may.
+_ACTIVE_TEXT = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]+"
+)
+
+
+def inert(text: object, limit: int = MAX_NOTE_CHARS) -> str:
+    """Return text that cannot move a cursor, on one line, at most limit characters."""
+    flat = _ACTIVE_TEXT.sub(" ", str(text)).strip()
+    return flat if len(flat) <= limit else flat[: limit - 1] + "…"
+
+
+# What a key looks like (sume-api.md 1.1), an auth header, and the query of a URL: a
+# server's error text or an exception may hold any of them.
+_SECRETS = (
+    (re.compile(r"sume_(?:live|test)_\w+"), "[key]"),
+    (re.compile(r"(?i)\b(bearer|x-api-key:?)\s+\S+"), r"\1 [key]"),
+    (re.compile(r"(?i)(https?://)[^\s/@\"']*@"), r"\1"),
+    (re.compile(r"(?i)(https?://[^\s?\"'<>]+)\?[^\s\"'<>]*"), r"\1"),
+)
+
+
+def quiet(text: object, limit: int = MAX_NOTE_CHARS) -> str:
+    """Return inert text without keys, auth headers, URL passwords and URL queries."""
+    flat = str(text)
+    for pattern, instead in _SECRETS:
+        flat = pattern.sub(instead, flat)
+    return inert(flat, limit)
+
+
+TIME_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_time(text: str) -> float:
+    """Return the seconds that a TIME such as 0.2s, 90s, 30m or 2h names.
+
+    Raises UsageError for anything else, and for a time of zero or less.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", text.strip())
+    seconds = float(match[1]) * TIME_UNITS[match[2]] if match else 0.0
+    if not 0 < seconds < 1e9:
+        raise UsageError(f"'{inert(text, 40)}' is not a time: write 0.2s, 90s, 30m, 2h")
+    return seconds
+
+
+def show_time(seconds: float) -> str:
+    """Return a short text for a number of seconds: 45s, 12m, 3h10m, 2d4h."""
+    whole = max(0, round(seconds))
+    if whole < 100:
+        return f"{whole}s"
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if minutes < 100:
+        return f"{minutes}m"
+    if hours < 48:
+        return f"{hours}h{minutes % 60:02}m"
+    return f"{days}d{hours % 24}h"
+
+
+# --- clock -------------------------------------------------------------------
+# The one source of time, so that tests can own it.
+
+
+class Clock:
+    """Wall time for what is stored, steady time for what is waited for."""
+
+    def __init__(self) -> None:
+        self._most_ahead_ms = self.ahead_ms()
+
+    def wall_ms(self) -> int:
+        """Now, in ms since 1970 UTC."""
+        return time.time_ns() // 1_000_000
+
+    def awake_s(self) -> float:
+        """Seconds that do not count while the machine is suspended (on Linux)."""
+        return time.monotonic()
+
+    def elapsed_ms(self) -> int:
+        """Steady ms that do count a suspend, where the system offers such a clock."""
+        if sys.platform == "linux":
+            return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1_000_000
+        return time.monotonic_ns() // 1_000_000
+
+    def ahead_ms(self) -> int:
+        """How far the wall clock is ahead of the steady one; a fall is a clock set back."""
+        return self.wall_ms() - self.elapsed_ms()
+
+    def most_ahead_ms(self) -> int:
+        """The largest lead of the wall clock that this process has seen."""
+        self._most_ahead_ms = max(self._most_ahead_ms, self.ahead_ms())
+        return self._most_ahead_ms
+
+
+# --- states ------------------------------------------------------------------
+# The words for an attempt, what may follow what, and the records that rooms exchange.
+
+
+class Status(enum.StrEnum):
+    """What we know of one attempt; Sume's own word is kept beside it."""
+
+    # Every send so far surely did not arrive, or was refused without a job.
+    QUEUED = "queued"
+    # Key and body are durable, a POST may have left; the outcome is not known.
+    SENDING = "sending"
+    # Sume has it; the job id is stored.
+    PENDING = "pending"
+    IN_PROGRESS = "in_progress"
+    # Sume's last word.
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    # Refused at submit for what it asks; surely not billed.
+    REJECTED = "rejected"
+    # A person must decide; the note says why.
+    REVIEW = "review"
+
+
+_OPEN = {Status.PENDING, Status.IN_PROGRESS}
+_SUME_FINAL = {Status.COMPLETED, Status.FAILED, Status.CANCELLED, Status.EXPIRED}
+
+TRANSITIONS: Mapping[Status, frozenset[Status]] = {
+    Status.QUEUED: frozenset({Status.SENDING, Status.CANCELLED}),
+    Status.SENDING: frozenset(
+        {Status.SENDING, Status.QUEUED, Status.PENDING, Status.REJECTED, Status.REVIEW}
+    ),
+    Status.PENDING: frozenset(_OPEN | _SUME_FINAL | {Status.REVIEW}),
+    Status.IN_PROGRESS: frozenset(_OPEN | _SUME_FINAL | {Status.REVIEW}),
+    Status.REVIEW: frozenset({Status.REVIEW, Status.PENDING, Status.CANCELLED}),
+    Status.COMPLETED: frozenset(),
+    Status.FAILED: frozenset(),
+    Status.CANCELLED: frozenset(),
+    Status.EXPIRED: frozenset(),
+    Status.REJECTED: frozenset(),
+}
+FINAL = frozenset(status for status, after in TRANSITIONS.items() if not after)
+OPEN = frozenset(_OPEN)
+
+Kind = Literal["video", "image"]
+KINDS: tuple[Kind, ...] = ("video", "image")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One attempt of a row, as the ledger holds it. Times are ms since 1970 UTC."""
+
+    id: int
+    row: str
+    attempt: int
+    latest: int
+    key: str
+    job_id: str | None
+    kind: Kind
+    model: str
+    duration_s: int | None
+    own: str
+    body: bytes
+    source: str
+    status: Status
+    sume_status: str | None
+    cost_micros: int | None
+    cost_state: str | None
+    usage: str | None
+    tries: int
+    first_sent_at: int | None
+    accepted_at: int | None
+    finished_at: int | None
+    next_poll_at: int | None
+    poll_errors: int
+    trouble: str | None
+    note: str | None
+    created_at: int
+    updated_at: int
+
+    @property
+    def prompt(self) -> str:
+        """The prompt, from the stored body."""
+        return str(json.loads(self.body).get("prompt", ""))
+
+    @property
+    def cost_unknown(self) -> bool:
+        """Whether this attempt may have cost something that nobody has stated yet."""
+        return (
+            self.cost_micros is None
+            and self.first_sent_at is not None
+            and self.status is not Status.REJECTED
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """A checked row, ready to be added. `given` holds the defaults given now."""
+
+    row: str
+    kind: Kind
+    model: str
+    duration_s: int | None
+    own: str
+    body: bytes
+    source: str
+    given: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A result file that a job names; the query of its URL is never kept."""
+
+    url: str
+    path: str | None = None
+    sha256: str | None = None
+    bytes: int | None = None
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts by status look at each row's latest attempt; money looks at them all."""
+
+    by_status: Counter[Status] = field(default_factory=Counter)
+    cost_micros: int = 0
+    cost_unknown_rows: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.by_status.total()
+
+    @property
+    def final(self) -> int:
+        return sum(self.by_status[status] for status in FINAL)
+
+    def move(self, before: Job, after: Job) -> None:
+        """Follow one change of one attempt."""
+        self.by_status[before.status] -= 1
+        self.by_status[after.status] += 1
+        self.cost_micros += (after.cost_micros or 0) - (before.cost_micros or 0)
+        self.cost_unknown_rows += after.cost_unknown - before.cost_unknown
+
+
+# What the engine tells its listeners. It prints nothing itself.
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A run begins: the totals, and the attempts that Sume may be working on."""
+
+    totals: Totals
+    open_jobs: Sequence[Job]
+    at_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """An attempt moved on, or something was learned about it."""
+
+    before: Job
+    after: Job
+    at_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something a person should read; `row` where it is about one."""
+
+    text: str
+    row: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Nothing happened, time went by. `waiting` says what for, where it is known."""
+
+    at_ms: int
+    waiting: str | None
+
+
+Event = Started | Changed | Notice | Tick
+
+
+# --- money -------------------------------------------------------------------
+# From what Sume says to exact micro-dollars. Nothing is guessed and nothing is added up.
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What an answer says about money: exact micros, or None, and the text it came from."""
+
+    micros: int | None
+    state: str | None
+    raw: str | None
+
+
+# /v1/jobs states money as integers (sume-api.md 1.5: *_usd_micros, older *_usd_cents);
+# the word between is seen as "amount", "cost" and nothing.
+_MONEY_FIELD = re.compile(
+    r"(billable|captured|refunded|released)(?:_amount|_cost)?_usd_(micros|cents)"
+)
+_MICROS_PER = {"micros": 1, "cents": 10_000}
+# Decimal() alone would also take underscores and the digits of other scripts.
+_DECIMAL = re.compile(r"[0-9]{1,20}(\.[0-9]{1,20})?")
+
+
+def usd_to_micros(value: object) -> int | None:
+    """Return decimal USD as micro-USD, rounded to the nearest one; None if it is no price.
+
+    A number or its text is read as a decimal, so that 0.10 is exactly 100000.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | Decimal | str):
+        return None
+    if isinstance(value, str) and not _DECIMAL.fullmatch(value):
+        return None
+    try:
+        micros = (Decimal(value) * 1_000_000).to_integral_value()
+    except (ArithmeticError, ValueError):
+        return None
+    return int(micros) if micros.is_finite() and 0 <= micros <= MAX_MICROS else None
+
+
+def _whole_micros(value: object, unit: str) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    micros = value * _MICROS_PER[unit]
+    return micros if 0 <= micros <= MAX_MICROS else None
+
+
+def cost_of(usage: object) -> Cost:
+    """Read a job's `usage` object.
+
+    Captured minus refunded where money was captured, else the billable amount, else
+    `usage.cost` (decimal USD). Estimates and reservations are never a cost. Text that
+    states no price is kept in `raw`, with micros None.
+    """
+    if not isinstance(usage, dict):
+        return Cost(None, None, None)
+    found: dict[str, int] = {}
+    for name, value in usage.items():
+        match = _MONEY_FIELD.fullmatch(str(name))
+        micros = _whole_micros(value, match[2]) if match else None
+        if match and micros is not None and (match[2] == "micros" or match[1] not in found):
+            found[match[1]] = micros
+    said = usage.get("status", usage.get("usage_status"))
+    state = inert(said, 40).lower() if isinstance(said, str) else None
+    raw = json.dumps(usage, default=str)[:MAX_USAGE_CHARS]
+    if "captured" in found:
+        refunded = found.get("refunded", 0)
+        micros = max(0, found["captured"] - refunded)
+        return Cost(micros, state or ("refunded" if refunded else "captured"), raw)
+    if "billable" in found:
+        return Cost(found["billable"], state or "billable", raw)
+    micros = usd_to_micros(usage.get("cost"))
+    if micros is None:
+        return Cost(None, state, raw if usage else None)
+    return Cost(micros, state or "stated", raw)
+
+
+def show_usd(micros: int | None) -> str | None:
+    """Return micros as decimal USD with six places, or None where the cost is not known."""
+    if micros is None:
+        return None
+    return f"{micros // 1_000_000}.{micros % 1_000_000:06}"
+
+
+# --- decisions ---------------------------------------------------------------
+# Pure: row id, key, what an answer means, when to read again. Time is passed in.
+
+
+def canonical(value: object) -> str:
+    """Return JSON that is equal for equal values: sorted names, no spaces.
+
+    Raises ValueError for NaN, infinities, and text that is no valid Unicode.
+    """
+    text = json.dumps(
+        value, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False
+    )
+    text.encode()
+    return text
+
+
+def row_id(own: str, ordinal: int, take: int) -> str:
+    """Derive a row's id: 16 hex over its own fields as written and its ordinal.
+
+    `own` is canonical JSON of the fields before any default, `ordinal` counts equal
+    lines of one input from 1, and `take` above 1 buys the same lines once more.
+    """
+    parts = [own, ordinal] if take == 1 else [own, ordinal, take]
+    return hashlib.sha256(canonical(parts).encode()).hexdigest()[:16]
+
+
+def idempotency_key(namespace: str, kind: Kind, row: str, body: bytes, attempt: int) -> str:
+    """Return the key of one attempt: equal for equal facts, on any machine.
+
+    Peers of Sume limit keys to visible ASCII of 128 to 255 characters (sume-api.md 1.8);
+    these are 43 of [a-z0-9-].
+    """
+    facts = [namespace, kind, row, hashlib.sha256(body).hexdigest(), attempt]
+    return "sr-" + hashlib.sha256(canonical(facts).encode()).hexdigest()[:40]
+
+
+def send_before_ms(first_sent_at: int, key_ttl_s: float | None) -> int | None:
+    """Return the wall time after which a key must not be sent any more, None for never.
+
+    A POST may take its whole deadline to arrive, so that much is kept in hand.
+    """
+    if key_ttl_s is None:
+        return None
+    return first_sent_at + round((key_ttl_s - POST_DEADLINE_S) * 1000)
+
+
+def too_old(first_sent_at: int, now_ms: int, key_ttl_s: float | None) -> str | None:
+    """Say why a key that may have arrived must not be replayed, or None if it may be."""
+    if key_ttl_s is None:
+        return None
+    age = show_time((now_ms - first_sent_at) / 1000)
+    if now_ms < first_sent_at:
+        return "the clock is behind the time of the first send"
+    if now_ms >= first_sent_at + (key_ttl_s - POST_DEADLINE_S) * 1000:
+        return f"its first send was {age} ago and Sume may have forgotten the key"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An HTTP answer, read whole. `data` is its JSON; `flaw` says why there is none."""
+
+    code: int
+    headers: Mapping[str, str]
+    data: Any
+    flaw: str = ""
+
+
+class Miss(enum.Enum):
+    """What is known of a request that brought no answer."""
+
+    # No byte of the request left: no connection, or none in time.
+    NOT_SENT = enum.auto()
+    # The request was held back at the last moment: its key is too old to send.
+    STALE = enum.auto()
+    # Nothing was sent, and nothing will be until a person changes a setting.
+    SETTINGS = enum.auto()
+    # It may have arrived.
+    UNKNOWN = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A request without an answer."""
+
+    miss: Miss
+    text: str
+
+
+def parse_reply(code: int, headers: Mapping[str, str], body: bytes) -> Reply:
+    """Read a body tolerantly: money as exact decimals, anything unreadable as a flaw."""
+    lower = {name.lower(): value for name, value in headers.items()}
+    try:
+        data = json.loads(body, parse_float=Decimal, parse_constant=str)
+    except (ValueError, RecursionError):
+        page = body.lstrip()[:1] == b"<"
+        flaw = "a web page instead of JSON" if page else "no JSON"
+        return Reply(code, lower, None, flaw if body else "an empty answer")
+    return Reply(code, lower, data)
+
+
+@dataclass(frozen=True, slots=True)
+class ApiError:
+    """The error envelope of an answer (sume-api.md 1.6)."""
+
+    code: str
+    message: str
+    retryable: bool = True
+
+
+def error_of(data: object) -> ApiError | None:
+    """Return the error envelope of an answer or of a job, None where there is none."""
+    error = data.get("error") if isinstance(data, dict) else None
+    if isinstance(error, str) and error:
+        coded = re.fullmatch(r"[A-Za-z0-9_.-]+", error)
+        return ApiError(error if coded else "", error)
+    if not isinstance(error, dict) or not error:
+        return None
+    code = error.get("code", error.get("public_reason"))
+    known = isinstance(code, str | int) and not isinstance(code, bool)
+    message = error.get("message") or error.get("public_reason") or ""
+    details = error.get("details")
+    problems = details.get("errors") if isinstance(details, dict) else None
+    for problem in problems[:5] if isinstance(problems, list) else ():
+        if isinstance(problem, dict):
+            message = f"{message}; {problem.get('path')}: {problem.get('message')}"
+    return ApiError(str(code) if known else "", str(message), error.get("retryable") is not False)
+
+
+def unwrap(data: object) -> dict[str, Any]:
+    """Return the object that holds the facts: `data` where it is one, else the root.
+
+    Sume's own pages read some answers at the top and its own tools read the same ones
+    under `data` (sume-api.md 1.3).
+    """
+    if not isinstance(data, dict):
+        return {}
+    inner = data.get("data")
+    return inner if isinstance(inner, dict) else data
+
+
+# One path segment, and nothing that a server or a proxy would read as a path.
+_JOB_ID = re.compile(r"(?!\.+$)[A-Za-z0-9._~:-]{1,200}")
+
+
+def job_id_of(data: object) -> str | None:
+    """Return the job id of a submit's answer, None where there is no usable one.
+
+    The root's `request_id` is a correlation id and never a job (sume-api.md 1.2).
+    """
+    if not isinstance(data, dict):
+        return None
+    places = []
+    inner = data.get("data")
+    if isinstance(inner, dict):
+        places = [_dig(inner, "job", "id"), inner.get("job_id"), inner.get("request_id")]
+        places += [inner.get("id")]
+    places += [data.get("id"), data.get("job_id"), _dig(data, "job", "id")]
+    for place in places:
+        if isinstance(place, str) and _JOB_ID.fullmatch(place):
+            return place
+    return None
+
+
+def _dig(data: object, *names: str) -> Any:
+    for name in names:
+        data = data.get(name) if isinstance(data, dict) else None
+    return data
+
+
+def describe(reply: Reply) -> str:
+    """Say in one line what an answer was, for a note: code, error code, message."""
+    error = error_of(reply.data)
+    if error is None:
+        return f"HTTP {reply.code}" + (f", {reply.flaw}" if reply.flaw else "")
+    said = ": ".join(dict.fromkeys(part for part in (error.code, error.message) if part))
+    return quiet(f"HTTP {reply.code} {said}".strip())
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds that Retry-After asks for, None where it says nothing usable.
+
+    RFC 9110 10.2.3 allows whole seconds or a date; a date is measured against the
+    answer's own Date, so that this machine's clock does not matter.
+    """
+    value = headers.get("retry-after", "").strip()
+    if re.fullmatch(r"[0-9]{1,9}", value):
+        return min(float(value), RETRY_AFTER_CAP_S)
+    until, said = _http_date_s(value), _http_date_s(headers.get("date", ""))
+    if until is None or said is None:
+        return None
+    return min(max(until - said, 0.0), RETRY_AFTER_CAP_S)
+
+
+def _http_date_s(value: str) -> float | None:
+    from email.utils import parsedate_to_datetime
+
+    if not value.endswith("GMT"):
+        return None
+    try:
+        return float(parsedate_to_datetime(value).timestamp())
+    except (ValueError, OverflowError):
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What a server says is left of a budget, and the seconds until it is full again."""
+
+    remaining: int
+    reset_s: float
+
+
+def allowance_of(headers: Mapping[str, str]) -> Allowance | None:
+    """Read RateLimit-Remaining and -Reset, their X- twins, or the one-header draft form."""
+    pairs = dict(re.findall(r"\b([rt])=(\d{1,9})\b", headers.get("ratelimit", "")))
+    remaining = headers.get("ratelimit-remaining", headers.get("x-ratelimit-remaining"))
+    reset = headers.get("ratelimit-reset", headers.get("x-ratelimit-reset"))
+    left, back = pairs.get("r", remaining), pairs.get("t", reset)
+    if not (left and back and _DIGITS.fullmatch(left) and _DIGITS.fullmatch(back)):
+        return None
+    return Allowance(int(left), min(float(back), RETRY_AFTER_CAP_S))
+
+
+_DIGITS = re.compile(r"[0-9]{1,9}")
+
+
+class Landing(enum.Enum):
+    """Where a submit ended, as far as its answer tells."""
+
+    ACCEPTED = enum.auto()
+    # Surely no job: it did not arrive, or was turned away without a verdict on the row.
+    NOT_LANDED = enum.auto()
+    # It may have made a job; the same key asks again.
+    UNKNOWN = enum.auto()
+    # Refused for what the row asks.
+    REFUSED = enum.auto()
+    # The key stands for something else at Sume; a person must look.
+    CONFLICT = enum.auto()
+    # Not sent, because the key is too old.
+    STALE = enum.auto()
+
+
+class Pause(enum.Enum):
+    """Which gate an answer closes."""
+
+    RATE = "rate limit"
+    QUEUE = "full queue"
+    OFFLINE = "network"
+
+
+class Halt(enum.Enum):
+    """What an answer stops for the rest of the run."""
+
+    SUBMITS = enum.auto()
+    EVERYTHING = enum.auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What the answer to a submit means for its row and for the run."""
+
+    landing: Landing
+    trouble: str = ""
+    job_id: str | None = None
+    # An idempotency hit: Sume already had this key.
+    hit: bool = False
+    pause: Pause | None = None
+    halt: Halt | None = None
+    # An answer that settles nothing however often it comes: counted, then a person.
+    doubtful: bool = False
+    # A 2xx that names no job: from several rows in a row, it is not Sume that answers.
+    no_id: bool = False
+    retry_after_s: float | None = None
+    allowance: Allowance | None = None
+    # Free places in Sume's queue, where the answer names them.
+    room: int | None = None
+
+
+_IN_FLIGHT = re.compile(r"in_?progress|in_?flight|in_?use|concurren|being_processed", re.I)
+_KEY_CONFLICT = re.compile(r"idempot|key_(re)?use|mismatch", re.I)
+_POLICY = re.compile(r"polic|moderat|content|safety|nsfw|prohibit|copyright|model", re.I)
+_CREDITS = re.compile(r"credit|balance|billing|payment", re.I)
+_ROUTE = re.compile(r"route|endpoint|path|method", re.I)
+
+
+def outcome_of(answer: Reply | Failure) -> Outcome:
+    """Classify the answer to a submit (the table of POST outcomes, faults.md 2)."""
+    if isinstance(answer, Failure):
+        return _outcome_of_failure(answer)
+    error = error_of(answer.data)
+    code = error.code if error else ""
+    text = describe(answer)
+    waits: dict[str, Any] = {
+        "retry_after_s": retry_after_s(answer.headers),
+        "allowance": allowance_of(answer.headers),
+    }
+    match answer.code:
+        case 402:
+            return _stop(Halt.SUBMITS, f"{text}; add credits at Sume, then run again")
+        case 429 if _CREDITS.search(code):
+            return _stop(Halt.SUBMITS, f"{text}; add credits at Sume, then run again")
+        case 429:
+            full = Pause.QUEUE if "queue" in code.lower() else Pause.RATE
+            return Outcome(landing=Landing.NOT_LANDED, trouble=text, pause=full, **waits)
+        case 401:
+            return _stop(Halt.EVERYTHING, f"{text}; check SUME_API_KEY")
+        case 403 if error and _POLICY.search(code):
+            return Outcome(landing=Landing.REFUSED, trouble=text)
+        case 403:
+            return _stop(Halt.EVERYTHING, f"{text}; the key has no access, or a proxy refused")
+        case 404 | 410 if error and code and not _ROUTE.search(code):
+            return Outcome(landing=Landing.REFUSED, trouble=text)
+        case 404 | 405 | 410:
+            return _stop(Halt.EVERYTHING, f"{text}; check SUME_API_BASE_URL")
+        case 409:
+            busy = bool(_IN_FLIGHT.search(code))
+            landing = Landing.UNKNOWN if busy else Landing.CONFLICT
+            return Outcome(landing=landing, trouble=text, **waits)
+        case 400 | 422 if _KEY_CONFLICT.search(code):
+            return Outcome(landing=Landing.CONFLICT, trouble=text)
+        case 400 | 413 | 415 | 422:
+            return Outcome(landing=Landing.REFUSED, trouble=text)
+        case status if 300 <= status < 400:
+            return _stop(Halt.EVERYTHING, f"{text}, a redirect; check SUME_API_BASE_URL")
+        case status if 200 <= status < 300:
+            return _outcome_of_success(answer, text, waits)
+        case status:
+            known = status in (408, 425) or status >= 500
+            final = error is not None and not error.retryable
+            return Outcome(
+                landing=Landing.UNKNOWN,
+                trouble=text,
+                pause=Pause.RATE,
+                doubtful=not known or final,
+                **waits,
+            )
+
+
+def _stop(halt: Halt, trouble: str) -> Outcome:
+    return Outcome(landing=Landing.NOT_LANDED, halt=halt, trouble=trouble)
+
+
+def _outcome_of_failure(failure: Failure) -> Outcome:
+    text = failure.text
+    match failure.miss:
+        case Miss.NOT_SENT:
+            return Outcome(landing=Landing.NOT_LANDED, trouble=text, pause=Pause.OFFLINE)
+        case Miss.STALE:
+            return Outcome(landing=Landing.STALE, trouble=text)
+        case Miss.SETTINGS:
+            return _stop(Halt.EVERYTHING, text)
+        case Miss.UNKNOWN:
+            return Outcome(landing=Landing.UNKNOWN, trouble=text, pause=Pause.RATE)
+        case _:
+            assert_never(failure.miss)
+
+
+def _outcome_of_success(reply: Reply, text: str, waits: dict[str, Any]) -> Outcome:
+    job_id = job_id_of(reply.data)
+    if job_id is None:
+        return Outcome(
+            landing=Landing.UNKNOWN,
+            trouble=f"{text}, without a job id",
+            doubtful=True,
+            no_id=True,
+            **waits,
+        )
+    inner = unwrap(reply.data)
+    limits = inner.get("generation_limits") or _dig(reply.data, "generation_limits")
+    room = _dig(limits, "queue_capacity_remaining")
+    hit = inner.get("idempotency_hit", _dig(reply.data, "idempotency_hit"))
+    return Outcome(
+        landing=Landing.ACCEPTED,
+        job_id=job_id,
+        hit=hit is True,
+        room=room if isinstance(room, int) and not isinstance(room, bool) else None,
+        **waits,
+    )
+
+
+# sume-api.md 1.4: both planes' words, those of older generations, and `aborted`.
+STATUS_WORDS: Mapping[str, Status] = {
+    "pending": Status.PENDING,
+    "queued": Status.PENDING,
+    "in_queue": Status.PENDING,
+    "in_progress": Status.IN_PROGRESS,
+    "processing": Status.IN_PROGRESS,
+    "running": Status.IN_PROGRESS,
+    "completed": Status.COMPLETED,
+    "complete": Status.COMPLETED,
+    "success": Status.COMPLETED,
+    "succeeded": Status.COMPLETED,
+    "ready": Status.COMPLETED,
+    "failed": Status.FAILED,
+    "error": Status.FAILED,
+    "errored": Status.FAILED,
+    "aborted": Status.FAILED,
+    "cancelled": Status.CANCELLED,
+    "canceled": Status.CANCELLED,
+    "expired": Status.EXPIRED,
+}
+
+
+class Said(enum.Enum):
+    """What kind of answer a read brought."""
+
+    # A status word, known or not.
+    STATUS = enum.auto()
+    # Nothing usable: counted, read again later.
+    BAD = enum.auto()
+    # Sume says that it does not know the job, or that the result is gone.
+    GONE = enum.auto()
+    # The result is not there yet.
+    NOT_READY = enum.auto()
+    # The server or the network asks for a pause; no row is to blame.
+    PAUSED = enum.auto()
+    # The account or the route is wrong; no row changes.
+    HALTED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What the answer to a read says about a job."""
+
+    said: Said
+    # The word as Sume wrote it, and what it maps to; None for a word nobody knows.
+    word: str = ""
+    status: Status | None = None
+    # `terminal: true` beside a word that is not final.
+    ended: bool = False
+    cost: Cost = Cost(None, None, None)
+    urls: tuple[str, ...] = ()
+    error: str = ""
+    hint_s: float | None = None
+    trouble: str = ""
+    pause: Pause | None = None
+    retry_after_s: float | None = None
+    allowance: Allowance | None = None
+
+
+def reading_of(answer: Reply | Failure, of_result: bool = False) -> Reading:
+    """Classify the answer to a read of a job, or of its result."""
+    if isinstance(answer, Failure):
+        if answer.miss is Miss.NOT_SENT:
+            return Reading(said=Said.PAUSED, trouble=answer.text, pause=Pause.OFFLINE)
+        bad = Said.HALTED if answer.miss is Miss.SETTINGS else Said.BAD
+        return Reading(said=bad, trouble=answer.text)
+    error, text = error_of(answer.data), describe(answer)
+    wait, left = retry_after_s(answer.headers), allowance_of(answer.headers)
+    match answer.code:
+        case 200 | 201 | 202 | 203 | 206:
+            return replace(_reading_of_job(answer, text, of_result), allowance=left)
+        case 429 | 503:
+            return Reading(
+                said=Said.PAUSED, trouble=text, pause=Pause.RATE, retry_after_s=wait, allowance=left
+            )
+        case 401 | 403:
+            return Reading(said=Said.HALTED, trouble=f"{text}; check SUME_API_KEY")
+        case 404 | 410 if error and not _ROUTE.search(error.code):
+            return Reading(said=Said.GONE, trouble=text)
+        case 409 if error and "not_completed" in error.code:
+            return Reading(said=Said.NOT_READY, trouble=text)
+        case status if status in (404, 405, 410) or 300 <= status < 400:
+            return Reading(said=Said.HALTED, trouble=f"{text}; check SUME_API_BASE_URL")
+        case _:
+            return Reading(said=Said.BAD, trouble=text)
+
+
+def _reading_of_job(reply: Reply, text: str, of_result: bool) -> Reading:
+    job = unwrap(reply.data)
+    urls = result_urls(job)
+    words = [job.get("sume_status"), job.get("status"), _dig(job, "job", "status")]
+    said = [word.strip() for word in words if isinstance(word, str) and word.strip()]
+    if not said and of_result and urls:
+        said = [Status.COMPLETED]
+    if not said:
+        return Reading(said=Said.BAD, trouble=f"{text}, without a status")
+    mapped = [(word, STATUS_WORDS.get(_plain(word))) for word in said]
+    word, status = next((pair for pair in mapped if pair[1]), mapped[0])
+    usages = [job.get("usage"), _dig(job, "job", "usage"), _dig(reply.data, "usage")]
+    error = error_of(job) or error_of(job.get("job"))
+    hint = job.get("next_poll_after_seconds")
+    if hint is None:
+        hint = job.get("recommended_poll_interval_seconds")
+    return Reading(
+        said=Said.STATUS,
+        word=inert(word, 60),
+        status=status,
+        ended=job.get("terminal") is True and status not in FINAL,
+        cost=cost_of(next((usage for usage in usages if usage), None)),
+        urls=urls,
+        error=quiet(error.message or error.code) if error else "",
+        hint_s=_hint_s(hint),
+    )
+
+
+def _plain(word: str) -> str:
+    return word.lower().replace("-", "_").replace(" ", "_")
+
+
+def _hint_s(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | Decimal):
+        return None
+    # Compared before the conversion: a huge int does not fit a float.
+    return min(float(min(value, 10**6)), MAX_POLL_HINT_S) if value > 0 else None
+
+
+_NOT_RESULTS = {"status_url", "result_url", "polling_url", "webhook_url", "callback_url"}
+
+
+def result_urls(job: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the result URLs that a job names, in order, without queries, each once."""
+    result = job.get("result")
+    result = result if isinstance(result, dict) else {}
+    found: list[object] = []
+    for holder in (job, result):
+        for name in ("unsigned_urls", "urls", "artifacts"):
+            listed = holder.get(name)
+            found += listed if isinstance(listed, list) else []
+        found.append(holder.get("url"))
+    found += [job.get("video_url"), job.get("media_url")]
+    for name, value in result.items():
+        if name.endswith("_url") and name not in _NOT_RESULTS:
+            found.append(value)
+    plain = [item.get("url") if isinstance(item, dict) else item for item in found]
+    bare = [re.split("[?#]", url)[0] for url in plain if isinstance(url, str) and url]
+    return tuple(dict.fromkeys(quiet(url, 1000) for url in bare))
+
+
+@dataclass(slots=True)
+class Seen:
+    """What this run has learned about one row since it started; gone at its end."""
+
+    doubts: int = 0
+    # Answers in a row that were no use, and steady time before which nothing is sent.
+    errors: int = 0
+    not_before_s: float = 0.0
+    was_read: bool = False
+    warned: bool = False
+    gone_since_s: float | None = None
+    # Steady time of the accept, or of this run's start where that is later.
+    since_s: float = 0.0
+    rereads: int = 0
+    want_result: bool = False
+    result_tries: int = 0
+    result_read: bool = False
+    last: Reading | None = None
+
+
+def merge(last: Reading | None, new: Reading, of_result: bool) -> Reading:
+    """Join what two answers say of a job that has ended: a cost or a file once named stays.
+
+    A result that is read for its files does not take a last word back.
+    """
+    if last is None:
+        return new
+    word = last if of_result and new.status not in FINAL else new
+    return replace(
+        word,
+        cost=new.cost if new.cost.micros is not None else last.cost,
+        urls=new.urls or last.urls,
+        error=new.error or last.error,
+    )
+
+
+class Step(enum.Enum):
+    """What to do with an open row after a read."""
+
+    POLL = enum.auto()
+    REREAD = enum.auto()
+    RESULT = enum.auto()
+    FINISH = enum.auto()
+
+
+def next_step(kind: Kind, reading: Reading, seen: Seen) -> Step:
+    """Decide what an open row needs before its last word can be recorded.
+
+    A completed row without a URL (an image always) has its result read once; one without
+    a cost is read again three times, since Sume may book it a moment later.
+    """
+    if reading.ended:
+        return Step.FINISH if reading.urls or seen.result_read else Step.RESULT
+    if reading.status is not Status.COMPLETED:
+        return Step.FINISH if reading.status in FINAL else Step.POLL
+    if not seen.result_read and (kind == "image" or not reading.urls):
+        return Step.RESULT
+    if reading.cost.micros is None and seen.rereads < len(COST_REREAD_S):
+        return Step.REREAD
+    return Step.FINISH
+
+
+def last_word(reading: Reading) -> Status:
+    """Return the status to record for a job that has ended."""
+    if reading.ended:
+        return Status.COMPLETED if reading.urls else Status.REVIEW
+    if reading.status is Status.COMPLETED and reading.error and not reading.urls:
+        return Status.FAILED
+    assert reading.status is not None
+    return reading.status
+
+
+def backoff_s(
+    step: int, rng: random.Random, *, base_s: float = BACKOFF_BASE_S, cap_s: float
+) -> float:
+    """Return the wait after `step` failures in a row: exponential, full jitter, capped."""
+    most = min(cap_s, base_s * 2.0 ** min(step, 30))
+    return max(min(BACKOFF_FLOOR_S, most), rng.uniform(0.0, most))
+
+
+def poll_wait_s(wait_s: float, rng: random.Random) -> float:
+    """Return a wait spread upwards by a tenth; never sooner than was asked for."""
+    return wait_s * rng.uniform(1.0, 1.0 + POLL_JITTER)
+
+
+# --- input -------------------------------------------------------------------
+# From what a person wrote to checked rows. Every problem names file, line and field.
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What --model, --duration, --kind, --set and --take say for rows that do not."""
+
+    kind: Kind | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    take: int = 1
+
+
+class InputLog:
+    """Collects what is wrong with an input: the first ten problems, then a count."""
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+        self.count = 0
+
+    def add(self, place: str, problem: str) -> None:
+        self.count += 1
+        if self.count <= MAX_INPUT_ERRORS:
+            self.shown.append(f"{place}: {problem}")
+
+    def check(self) -> None:
+        """Raise InputError when anything was wrong."""
+        if self.count:
+            raise InputError(self.shown, self.count)
+
+
+# A line number, and either the fields of one row or what is wrong with that line.
+Line = tuple[int, dict[str, Any] | str]
+
+
+def read_rows(stream: BinaryIO, name: str, defaults: Defaults, log: InputLog) -> Iterator[NewRow]:
+    """Yield the checked rows of an input; problems go to `log`, and rows go on.
+
+    Holds one row at a time (a JSON array is held whole), an id and its line per row, and
+    a hash per distinct row without an id. Raises OSError where the stream does.
+    """
+    ids: dict[str, int] = {}
+    equals: Counter[bytes] = Counter()
+    for line, row in _lines_of(stream, name):
+        place = f"{inert(name, 200)}:{line}"
+        problems = [row] if isinstance(row, str) else check_fields(row)
+        for problem in problems:
+            log.add(place, problem)
+        if problems or isinstance(row, str):
+            continue
+        own_id = row.get("id")
+        own = {k: v for k, v in row.items() if k != "id" and not _unset(k, v)}
+        try:
+            text = canonical(own)
+        except (ValueError, RecursionError):
+            log.add(place, "a field is no valid Unicode, too large a number, or too deep")
+            continue
+        if own_id is None:
+            digest = hashlib.sha256(text.encode()).digest()[:12]
+            equals[digest] += 1
+            own_id = row_id(text, equals[digest], defaults.take)
+        first = ids.setdefault(str(own_id), line)
+        if first != line:
+            log.add(place, f"id: '{inert(own_id, 60)}' is also on line {first}")
+            continue
+        try:
+            yield build_row(str(own_id), own, text, place, defaults)
+        except InputError as exc:
+            log.add(place, str(exc))
+
+
+def build_row(
+    row: str, own: Mapping[str, Any], own_text: str, place: str, defaults: Defaults
+) -> NewRow:
+    """Build the exact body of a row: its own fields, then the defaults it does not name."""
+    missing = {k: v for k, v in defaults.fields.items() if k not in own}
+    given = dict(missing)
+    if defaults.kind is not None and "kind" not in own:
+        given["kind"] = defaults.kind
+    kind: Kind = own.get("kind") or defaults.kind or "video"
+    mine = {k: v for k, v in own.items() if k != "kind"}
+    fields = {"model": DEFAULT_MODEL, "mode": "async"} | missing | mine
+    body = canonical(fields).encode()
+    if len(body) > MAX_BODY_BYTES:
+        raise InputError([f"the row makes a body of {len(body)} bytes, over {MAX_BODY_BYTES}"])
+    return NewRow(row, kind, fields["model"], fields.get("duration"), own_text, body, place, given)
+
+
+def check_fields(row: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with the fields of a row, one line per field."""
+    problems = []
+    if row.get("prompt") is None:
+        problems.append("prompt: missing; every row needs one")
+    for name, value in row.items():
+        expected = _expected(name, value)
+        if expected:
+            problems.append(f"{inert(name, 60)}: expected {expected}, got {_shown(value)}")
+    return problems
+
+
+def _unset(name: str, value: object) -> bool:
+    """A null in a field that the tool knows is a field left out; others go through."""
+    return value is None and name in {"model", "duration", "kind"}
+
+
+def _expected(name: str, value: object) -> str | None:
+    """Say what a field must be, or None where it is that already."""
+    good, expected = True, ""
+    match name:
+        case "id":
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            text = str(value) if whole or isinstance(value, str) else ""
+            good = value is None or inert(text, MAX_ROW_ID_CHARS) == text != ""
+            expected = f"plain text of 1 to {MAX_ROW_ID_CHARS} characters"
+        case "prompt":
+            good = value is None or (isinstance(value, str) and value.strip() != "")
+            expected = "text"
+        case "model":
+            good = value is None or (isinstance(value, str) and value.strip() != "")
+            expected = "a model name"
+        case "duration":
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            good = value is None or (whole and 0 < cast(int, value) < 2**31)
+            expected = "a whole number of seconds above 0"
+        case "kind":
+            good, expected = value is None or value in KINDS, "video or image"
+        case "mode":
+            good, expected = value == "async", "async (jobs are polled, not waited for)"
+    return None if good else expected
+
+
+def _shown(value: object) -> str:
+    try:
+        return inert(json.dumps(value, ensure_ascii=False), 60)
+    except (ValueError, RecursionError):
+        return type(value).__name__
+
+
+# A number and its line as text; bytes that are no UTF-8 come as lone surrogates.
+TextLine = tuple[int, str]
+_JSON_FILES = {".json", ".jsonl", ".ndjson"}
+
+
+def _lines_of(stream: BinaryIO, name: str) -> Iterator[Line]:
+    """Pick the format by the file's extension, else by its first character."""
+    lines = _text_lines(stream)
+    first = next((line for line in lines if line[1].strip()), None)
+    if first is None:
+        return
+    number, text = first
+    if "\0" in text or text[:2] in ("\udcff\udcfe", "\udcfe\udcff"):
+        yield number, "the text is UTF-16 or binary; save it as UTF-8"
+        return
+    lines, start = chain([first], lines), text.lstrip()[:1]
+    suffix = Path(name).suffix.lower()
+    if suffix == ".csv" or (suffix not in _JSON_FILES and start not in "{["):
+        yield from _csv_rows(lines)
+    elif start == "[":
+        yield from _array_rows(lines)
+    else:
+        yield from _json_lines(lines)
+
+
+def _text_lines(stream: BinaryIO) -> Iterator[TextLine]:
+    """Split on line feeds only: U+2028 and its like are text inside a JSON string."""
+    number = 0
+    while line := stream.readline(MAX_LINE_BYTES):
+        number += 1
+        if len(line) == MAX_LINE_BYTES:
+            raise InputError([f"line {number} is longer than {MAX_LINE_BYTES} bytes"])
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        yield number, line.decode("utf-8", "surrogateescape")
+
+
+def _json_lines(lines: Iterable[TextLine]) -> Iterator[Line]:
+    for number, text in lines:
+        if not text.strip():
+            continue
+        yield number, _json_row(text)
+
+
+def _json_row(text: str) -> dict[str, Any] | str:
+    value = _parse_json(text)
+    if isinstance(value, str | dict):
+        return value
+    return f"expected a JSON object, got {_shown(value[0])}"
+
+
+def _parse_json(text: str) -> dict[str, Any] | list[Any] | str:
+    """Return an object, any other value in a list, or what is wrong as text."""
+    if _BAD_BYTES.search(text):
+        return "the text is not UTF-8"
+    try:
+        value = json.loads(text, object_pairs_hook=_no_twins, parse_constant=_no_constant)
+    except json.JSONDecodeError as exc:
+        return f"not valid JSON: {exc.msg} at column {exc.colno}"
+    except (ValueError, RecursionError) as exc:
+        reason = "nested too deep" if isinstance(exc, RecursionError) else str(exc)
+        return f"not usable JSON: {inert(reason, 100)}"
+    return value if isinstance(value, dict) else [value]
+
+
+_BAD_BYTES = re.compile("[\udc80-\udcff]")
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        twice = next(name for name, n in Counter(k for k, _ in pairs).items() if n > 1)
+        raise ValueError(f"the field '{inert(twice, 60)}' is there twice")
+    return made
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+def _array_rows(lines: Iterable[TextLine]) -> Iterator[Line]:
+    """A JSON array is read whole; its rows are counted from 1 in place of lines."""
+    value = _parse_json("".join(text for _, text in lines))
+    if isinstance(value, str):
+        yield 1, value
+        return
+    items = value[0] if isinstance(value, list) else [value]
+    for number, item in enumerate(items, 1):
+        good = isinstance(item, dict)
+        yield number, item if good else f"expected a JSON object, got {_shown(item)}"
+
+
+def _csv_rows(lines: Iterable[TextLine]) -> Iterator[Line]:
+    import csv
+
+    # The csv module's own limit of 131,072 characters is below a long prompt.
+    csv.field_size_limit(MAX_LINE_BYTES)
+    reader = csv.reader((text for _, text in lines), strict=True)
+    header: list[str] | None = None
+    while True:
+        start = reader.line_num + 1
+        try:
+            cells = next(reader, None)
+        except csv.Error as exc:
+            yield start, f"not valid CSV: {inert(exc, 100)}"
+            return
+        if cells is None:
+            return
+        if not any(cells):
+            continue
+        if header is None:
+            header = [cell.strip() for cell in cells]
+            flaw = _header_flaw(header)
+            if flaw:
+                yield start, flaw
+                return
+        else:
+            yield start, _csv_row(header, cells)
+
+
+def _header_flaw(header: Sequence[str]) -> str | None:
+    twice = [name for name, n in Counter(header).items() if n > 1]
+    if twice:
+        return f"the column '{inert(twice[0], 60)}' is there twice"
+    return None if "prompt" in header else "expected a header line with a column 'prompt'"
+
+
+def _csv_row(header: Sequence[str], cells: Sequence[str]) -> dict[str, Any] | str:
+    if len(cells) > len(header):
+        return f"expected {len(header)} cells as in the header, got {len(cells)}"
+    if any(_BAD_BYTES.search(cell) for cell in cells):
+        return "the text is not UTF-8"
+    named = zip(header, cells, strict=False)
+    return {name: typed(name, cell) for name, cell in named if cell != ""}
+
+
+_ALWAYS_TEXT = {"id", "prompt", "model"}
+
+
+def typed(name: str, text: str) -> Any:
+    """Read a CSV cell or a --set value: a valid JSON value is typed, the rest is text."""
+    if name in _ALWAYS_TEXT:
+        return text
+    value = _parse_json(text)
+    if isinstance(value, str):
+        return text
+    return value[0] if isinstance(value, list) else value
+
+
+def clash(job: Job, row: NewRow) -> str | None:
+    """Say which default given now differs from what a row was built with, if any."""
+    if not row.given:
+        return None
+    built = json.loads(job.body) | {"kind": job.kind}
+    for name, value in row.given.items():
+        if name not in built or built[name] != value:
+            had = _shown(built[name]) if name in built else "none"
+            return (
+                f"{inert(name, 60)}: row '{job.row}' was built with {had} and {_shown(value)}"
+                " is given now; leave the flag out, or use --take or a new id for another clip"
+            )
+    return None
+
+
+# --- pacing ------------------------------------------------------------------
+# Pure: budgets, gates and the queue window. Times are steady seconds, passed in.
+
+
+class Budget:
+    """A token bucket that holds one token: requests leave evenly spaced."""
+
+    def __init__(self, per_minute: float) -> None:
+        self.interval_s = 60.0 / (per_minute * BUDGET_SHARE) if per_minute else 0.0
+        self.ready_s = 0.0
+
+    def seed(self, now_s: float, since_last_s: float) -> None:
+        """Go on where an earlier process stopped: a restart does not refill the bucket."""
+        wait = self.interval_s - max(0.0, since_last_s)
+        self.ready_s = now_s + max(0.0, wait)
+
+    def take(self, now_s: float) -> None:
+        self.ready_s = max(self.ready_s, now_s - BUDGET_CREDIT_S) + self.interval_s
+
+
+class Gate:
+    """Shut for a while after a refusal, then open for one probe at a time."""
+
+    def __init__(self, cap_s: float = BACKOFF_CAP_S) -> None:
+        self.cap_s = cap_s
+        self.step = 0
+        self.until_s = 0.0
+        self._shut_at_s = float("-inf")
+
+    def shut(self, now_s: float, sent_s: float, asked_s: float | None, rng: random.Random) -> float:
+        """Shut for the own backoff, or for what the server asked where that is longer.
+
+        A request that left before the gate was shut last tells nothing new: it extends
+        the pause and does not raise the backoff. Returns the end of the pause.
+        """
+        if sent_s >= self._shut_at_s:
+            wait = backoff_s(self.step, rng, cap_s=self.cap_s)
+            self.step += 1
+            self._shut_at_s = now_s
+        else:
+            wait = 0.0
+        if asked_s is not None:
+            wait = max(wait, poll_wait_s(asked_s, rng))
+        self.until_s = max(self.until_s, now_s + wait)
+        return self.until_s
+
+    def hold(self, until_s: float) -> None:
+        """Stay shut until then, without a failure."""
+        self.until_s = max(self.until_s, until_s)
+
+    def passed(self, sent_s: float) -> None:
+        """A request that left after the gate was shut got through."""
+        if sent_s >= self._shut_at_s:
+            self.step = 0
+
+    def ready(self, now_s: float, in_flight: int) -> bool:
+        return now_s >= self.until_s and (self.step == 0 or in_flight == 0)
+
+
+class QueueWindow:
+    """How many jobs Sume's queue takes from us: learned from its answers, never guessed up.
+
+    The window is the least of (room + ours) that answers reported, one larger after
+    eight that report more; a full queue sets it to what is there.
+    """
+
+    def __init__(self) -> None:
+        self.size: float = float("inf")
+        self._votes = 0.0
+
+    def accepted(self, room: int | None, ours: int) -> None:
+        """An accept was answered; `ours` counts open and in-flight jobs, this one too."""
+        if room is None:
+            self._votes += ROOM_VOTE_UNREPORTED
+        elif room + ours > self.size:
+            self._votes += 1
+        else:
+            self.size, self._votes = room + ours, 0.0
+        if self._votes >= ROOM_VOTES:
+            self.size, self._votes = self.size + 1, 0.0
+
+    def full(self, ours: int) -> None:
+        """The queue was full while `ours` were in it."""
+        self.size, self._votes = float(ours), 0.0
+
+    def has_room(self, ours: int) -> bool:
+        # With nothing of ours in it, one probe finds out when others have left.
+        return ours < max(self.size, 1)
+
+
+# --- schema ------------------------------------------------------------------
+# All SQL text of the ledger. Values are bound by name; the dialect is kept common to
+# SQLite and Postgres as far as it goes.
+
+# Append-only: a step that has shipped is never edited. Each runs in one transaction.
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        # Facts about the ledger as a whole: namespace, account, when it was made.
+        """
+        CREATE TABLE meta (
+            name TEXT PRIMARY KEY,
+            value TEXT NOT NULL
+        ) STRICT
+        """,
+        # One line per attempt: one purchase, or the wish for one, of a row.
+        """
+        CREATE TABLE jobs (
+            id INTEGER PRIMARY KEY,
+            row TEXT NOT NULL,
+            attempt INTEGER NOT NULL CHECK (attempt >= 1),
+            latest INTEGER NOT NULL DEFAULT 1 CHECK (latest IN (0, 1)),
+            key TEXT NOT NULL UNIQUE,        -- the Idempotency-Key, byte for byte
+            job_id TEXT UNIQUE,              -- Sume's name for the job
+            kind TEXT NOT NULL CHECK (kind IN ('video', 'image')),
+            model TEXT NOT NULL,
+            duration_s INTEGER,              -- requested seconds, where the row has them
+            own TEXT NOT NULL,               -- the row's fields as written, before defaults
+            body BLOB NOT NULL,              -- the request body, byte for byte
+            source TEXT NOT NULL,            -- file and line that the row came from
+            status TEXT NOT NULL CHECK (status IN (
+                'queued', 'sending', 'pending', 'in_progress', 'completed', 'failed',
+                'cancelled', 'expired', 'rejected', 'review')),
+            sume_status TEXT,                -- Sume's last word, verbatim
+            cost_micros INTEGER CHECK (cost_micros >= 0),  -- micro-USD; NULL is unknown
+            cost_state TEXT,                 -- captured, refunded, billable, stated, ...
+            usage TEXT,                      -- what Sume said about money, as JSON
+            tries INTEGER NOT NULL DEFAULT 0,              -- times it was sent
+            first_sent_at INTEGER,           -- ms UTC; NULL while surely never sent
+            accepted_at INTEGER,
+            finished_at INTEGER,
+            next_poll_at INTEGER,            -- ms UTC; NULL unless Sume works on it
+            poll_errors INTEGER NOT NULL DEFAULT 0,
+            trouble TEXT,                    -- the last thing that went wrong
+            note TEXT,                       -- why it ended so, or what a person must do
+            created_at INTEGER NOT NULL,
+            updated_at INTEGER NOT NULL,
+            UNIQUE (row, attempt),
+            CHECK ((next_poll_at IS NOT NULL) = (status IN ('pending', 'in_progress'))),
+            CHECK (job_id IS NOT NULL OR status NOT IN ('pending', 'in_progress')),
+            CHECK (first_sent_at IS NOT NULL OR status <> 'sending'),
+            CHECK (first_sent_at IS NULL OR status <> 'queued')
+        ) STRICT
+        """,
+        "CREATE UNIQUE INDEX jobs_latest ON jobs (row) WHERE latest = 1",
+        "CREATE INDEX jobs_by_status ON jobs (status, id) WHERE latest = 1",
+        "CREATE INDEX jobs_due ON jobs (next_poll_at) WHERE next_poll_at IS NOT NULL",
+        # The history: one line per fact, never changed and never deleted.
+        """
+        CREATE TABLE events (
+            id INTEGER PRIMARY KEY,
+            at INTEGER NOT NULL,             -- ms UTC
+            job INTEGER NOT NULL REFERENCES jobs (id),
+            event TEXT NOT NULL,             -- the recording method, without record_
+            before TEXT,
+            after TEXT NOT NULL,
+            detail TEXT
+        ) STRICT
+        """,
+        "CREATE INDEX events_by_job ON events (job)",
+        # The result files that a job names.
+        """
+        CREATE TABLE outputs (
+            job INTEGER NOT NULL REFERENCES jobs (id),
+            position INTEGER NOT NULL,
+            url TEXT NOT NULL,               -- without its query, which may be a secret
+            path TEXT,
+            sha256 TEXT,
+            bytes INTEGER,
+            PRIMARY KEY (job, position)
+        ) STRICT
+        """,
+        # When the last request of a budget left, and until when a gate is shut.
+        """
+        CREATE TABLE pacing (
+            name TEXT PRIMARY KEY,
+            at INTEGER NOT NULL              -- ms UTC
+        ) STRICT
+        """,
+        "PRAGMA application_id = 1400197733",
+        "PRAGMA user_version = 1",
+    ),
+)
+SCHEMA_VERSION = len(MIGRATIONS)
+
+# Durability and safety of a connection; each is read back. In rollback mode only EXTRA
+# also syncs the folder, without which a power cut can undo the last commit: a paid key.
+PRAGMAS: tuple[tuple[str, str, object], ...] = (
+    ("PRAGMA journal_mode = DELETE", "PRAGMA journal_mode", "delete"),
+    ("PRAGMA synchronous = EXTRA", "PRAGMA synchronous", 3),
+    ("PRAGMA foreign_keys = ON", "PRAGMA foreign_keys", 1),
+    # macOS: fsync alone is no barrier for the drive's cache. No effect elsewhere.
+    ("PRAGMA fullfsync = ON", "PRAGMA fullfsync", 1),
+)
+
+SQL_BEGIN = "BEGIN IMMEDIATE"
+SQL_COMMIT = "COMMIT"
+SQL_ROLLBACK = "ROLLBACK"
+SQL_VERSION = "PRAGMA user_version"
+SQL_QUICK_CHECK = "PRAGMA quick_check(1)"
+
+SQL_META = "SELECT value FROM meta WHERE name = :name"
+SQL_SET_META = """
+    INSERT INTO meta (name, value)
+    VALUES (:name, :value)
+    ON CONFLICT (name) DO UPDATE SET value = excluded.value
+"""
+SQL_PACE = "SELECT at FROM pacing WHERE name = :name"
+SQL_SET_PACE = """
+    INSERT INTO pacing (name, at)
+    VALUES (:name, :at)
+    ON CONFLICT (name) DO UPDATE SET at = excluded.at
+"""
+
+# Adds the first attempt of a row, unless the row is there.
+SQL_ADD = """
+    INSERT INTO jobs (row, attempt, key, kind, model, duration_s, own, body, source,
+                      status, created_at, updated_at)
+    VALUES (:row, :attempt, :key, :kind, :model, :duration_s, :own, :body, :source,
+            :status, :now, :now)
+    ON CONFLICT DO NOTHING
+"""
+# Moves one attempt on, if it is still where the fact expects it.
+SQL_CHANGE = """
+    UPDATE jobs
+    SET status = :status, job_id = :job_id, sume_status = :sume_status,
+        cost_micros = :cost_micros, cost_state = :cost_state, usage = :usage,
+        tries = :tries, first_sent_at = :first_sent_at, accepted_at = :accepted_at,
+        finished_at = :finished_at, next_poll_at = :next_poll_at,
+        poll_errors = :poll_errors, trouble = :trouble, note = :note,
+        updated_at = :updated_at
+    WHERE id = :id
+      AND status = :expected
+      AND latest = 1
+"""
+SQL_EVENT = """
+    INSERT INTO events (at, job, event, before, after, detail)
+    VALUES (:at, :job, :event, :before, :after, :detail)
+"""
+SQL_DROP_OUTPUTS = "DELETE FROM outputs WHERE job = :job"
+SQL_ADD_OUTPUT = """
+    INSERT INTO outputs (job, position, url)
+    VALUES (:job, :position, :url)
+"""
+
+SQL_JOB = "SELECT * FROM jobs WHERE id = :id"
+SQL_JOB_OF_ROW = "SELECT * FROM jobs WHERE row = :row AND latest = 1"
+SQL_HOLDER = "SELECT * FROM jobs WHERE job_id = :job_id"
+SQL_LATEST = "SELECT * FROM jobs WHERE latest = 1 AND id > :after ORDER BY id LIMIT :limit"
+SQL_BY_STATUS = """
+    SELECT * FROM jobs
+    WHERE latest = 1 AND status = :status AND id > :after
+    ORDER BY id
+    LIMIT :limit
+"""
+# What is due to be read: its time has come, or lies further ahead than any wait can.
+SQL_DUE = """
+    SELECT * FROM jobs
+    WHERE next_poll_at IS NOT NULL AND (next_poll_at <= :now OR next_poll_at > :horizon)
+    ORDER BY next_poll_at
+    LIMIT :limit
+"""
+SQL_NEXT_DUE = "SELECT min(next_poll_at) FROM jobs WHERE next_poll_at IS NOT NULL"
+SQL_COUNTS = "SELECT status, count(*) FROM jobs WHERE latest = 1 GROUP BY status"
+SQL_MONEY = """
+    SELECT coalesce(sum(cost_micros), 0),
+           coalesce(sum(cost_micros IS NULL AND first_sent_at IS NOT NULL
+                        AND status <> :rejected), 0)
+    FROM jobs
+"""
+SQL_EVER_SENT = "SELECT 1 FROM jobs WHERE first_sent_at IS NOT NULL LIMIT 1"
+SQL_EVER_ACCEPTED = "SELECT 1 FROM jobs WHERE job_id IS NOT NULL LIMIT 1"
+SQL_OUTPUTS = """
+    SELECT url, path, sha256, bytes FROM outputs WHERE job = :job ORDER BY position
+"""
+SQL_EVENTS = "SELECT * FROM events WHERE job = :job ORDER BY id"
+
+
+# --- ledger ------------------------------------------------------------------
+# The durable truth. Every write is a method named after the fact it records; a fact is
+# a compare-and-set with a line of history in the same transaction.
+
+_SQLITE_MAGIC = b"SQLite format 3\x00"
+# Files that this process has open: reading one with open() and closing it again would
+# drop SQLite's POSIX locks on it.
+_connected: Counter[str] = Counter()
+
+
+def check_header(path: Path) -> None:
+    """Refuse a file that is no ledger of ours, from its first 100 bytes, untouched.
+
+    A read-only connection could not say so: it fails on a journal left by a kill.
+    Raises LedgerError.
+    """
+    real = os.path.realpath(path)
+    if _connected[real]:
+        return
+    try:
+        with open(real, "rb") as file:
+            head = file.read(100)
+    except OSError as exc:
+        raise LedgerError(f"{path}: cannot be read: {exc.strerror}") from exc
+    if not head:
+        raise LedgerError(f"{path}: is empty, so it is no ledger; remove it or name another")
+    if len(head) < 100 or not head.startswith(_SQLITE_MAGIC):
+        raise LedgerError(f"{path}: is no SQLite file; nothing was changed")
+    version = int.from_bytes(head[60:64], "big")
+    if int.from_bytes(head[68:72], "big") != APPLICATION_ID:
+        raise LedgerError(f"{path}: is a SQLite file, but no ledger; nothing was changed")
+    if version > SCHEMA_VERSION:
+        raise LedgerError(
+            f"{path}: was written by a newer sume-resume (schema {version}, this one knows"
+            f" {SCHEMA_VERSION}); upgrade with: pip install -U sume-resume"
+        )
+
+
+@dataclass(slots=True)
+class Added:
+    """What adding an input did."""
+
+    new: int = 0
+    existing: int = 0
+    rows: set[str] = field(default_factory=set)
+
+
+class Ledger:
+    """One SQLite file. Use `open_ledger` or `create_ledger` to get one."""
+
+    def __init__(self, path: Path) -> None:
+        """Connect to an existing ledger, set and check its pragmas, migrate it.
+
+        Raises LedgerError, with the file unchanged, when it cannot be used.
+        """
+        self.path = path
+        self.on_busy: Callable[[str], None] = lambda text: None
+        self._real = os.path.realpath(path)
+        self._in_transaction = False
+        with self._translated():
+            self._db = sqlite3.connect(
+                Path(self._real).as_uri() + "?mode=rw",
+                uri=True,
+                timeout=BUSY_TIMEOUT_MS / 1000,
+                isolation_level=None,
+            )
+        _connected[self._real] += 1
+        try:
+            self._set_up()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._db.close()
+        _connected[self._real] -= 1
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- connection --
+
+    def _set_up(self) -> None:
+        for statement, check, expected in PRAGMAS:
+            self._execute(statement)
+            value = self._one(check)[0]
+            if value != expected:
+                raise LedgerError(f"{self.path}: {check} is {value}, not {expected}")
+        version = self._one(SQL_VERSION)[0]
+        for step in MIGRATIONS[version:]:
+            with self.transaction():
+                for statement in step:
+                    self._execute(statement)
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Turn SQLite's errors into ours: which file, what failed, what helps."""
+        try:
+            yield
+        except sqlite3.Error as exc:
+            code = (getattr(exc, "sqlite_errorcode", None) or 0) & 0xFF
+            text, kind = f"{self.path}: {exc}", LedgerError
+            match code:
+                case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
+                    kind = LedgerBusy
+                    text = f"{self.path}: another process is writing to it; try again"
+                case sqlite3.SQLITE_FULL:
+                    text = f"{self.path}: the disk is full; free some space, then run again"
+                case sqlite3.SQLITE_IOERR:
+                    text += " (check the disk and its free space, then run again)"
+                case sqlite3.SQLITE_READONLY | sqlite3.SQLITE_CANTOPEN:
+                    text += " (the file and its folder must be writable)"
+                case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
+                    text += "; it is damaged: keep it, and go on from a backup of it"
+            raise kind(text) from exc
+
+    def _execute(self, sql: str, **values: object) -> sqlite3.Cursor:
+        with self._translated():
+            return self._db.execute(sql, values)
+
+    def _one(self, sql: str, **values: object) -> Any:
+        with self._translated():
+            return self._db.execute(sql, values).fetchone()
+
+    def _all(self, sql: str, **values: object) -> list[Any]:
+        with self._translated():
+            return self._db.execute(sql, values).fetchall()
+
+    def _jobs(self, sql: str, **values: object) -> list[Job]:
+        with self._translated():
+            cursor = self._db.execute(sql, values)
+            return [_job_from(line) for line in cursor.fetchall()]
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Make all facts recorded inside one commit; inside another one, part of that.
+
+        The write lock is taken at once, since a read that turns into a write fails
+        without waiting. A reader that delays the commit is waited for: what is recorded
+        here may be the only trace of a paid job.
+        """
+        if self._in_transaction:
+            yield
+            return
+        self._execute(SQL_BEGIN)
+        self._in_transaction = True
+        try:
+            yield
+            self._commit()
+        except BaseException:
+            self._rollback()
+            raise
+        finally:
+            self._in_transaction = False
+
+    def _commit(self) -> None:
+        while True:
+            try:
+                self._execute(SQL_COMMIT)
+                return
+            except LedgerBusy as exc:
+                self.on_busy(str(exc))
+
+    def _rollback(self) -> None:
+        # After a full disk SQLite has rolled back by itself.
+        if self._db.in_transaction:
+            self._execute(SQL_ROLLBACK)
+
+    # -- reading --
+
+    def quick_check(self) -> None:
+        """Raise LedgerError if a small ledger is damaged; a large one is not checked."""
+        if os.stat(self._real).st_size < QUICK_CHECK_MAX_BYTES:
+            said = self._one(SQL_QUICK_CHECK)[0]
+            if said != "ok":
+                raise LedgerError(
+                    f"{self.path}: is damaged ({inert(said)}); keep it, and go on from a backup"
+                )
+
+    def meta(self, name: str) -> str | None:
+        line = self._one(SQL_META, name=name)
+        return line[0] if line else None
+
+    def pace(self, name: str) -> int | None:
+        """Return the stored time of a budget or gate, in ms UTC."""
+        line = self._one(SQL_PACE, name=name)
+        return line[0] if line else None
+
+    def job(self, id: int) -> Job:
+        return self._jobs(SQL_JOB, id=id)[0]
+
+    def job_of_row(self, row: str) -> Job | None:
+        """Return the latest attempt of a row."""
+        found = self._jobs(SQL_JOB_OF_ROW, row=row)
+        return found[0] if found else None
+
+    def holder(self, job_id: str) -> Job | None:
+        """Return the attempt that has this job id."""
+        found = self._jobs(SQL_HOLDER, job_id=job_id)
+        return found[0] if found else None
+
+    def with_status(self, status: Status, after: int = 0, limit: int = -1) -> list[Job]:
+        """Return latest attempts in the order in which they were added, from `after` on."""
+        return self._jobs(SQL_BY_STATUS, status=status, after=after, limit=limit)
+
+    def due(self, now_ms: int, horizon_ms: int, limit: int) -> list[Job]:
+        """Return the open attempts whose time to be read has come, longest due first."""
+        return self._jobs(SQL_DUE, now=now_ms, horizon=horizon_ms, limit=limit)
+
+    def next_due_ms(self) -> int | None:
+        return cast("int | None", self._one(SQL_NEXT_DUE)[0])
+
+    def latest(self, batch: int = 1000) -> Iterator[Job]:
+        """Yield every row's latest attempt, in order; no read stays open between batches."""
+        after = 0
+        while found := self._jobs(SQL_LATEST, after=after, limit=batch):
+            yield from found
+            after = found[-1].id
+
+    def totals(self) -> Totals:
+        counts = Counter({Status(s): n for s, n in self._all(SQL_COUNTS)})
+        cost, unknown = self._one(SQL_MONEY, rejected=Status.REJECTED)
+        return Totals(counts, cost, unknown)
+
+    def ever_sent(self) -> bool:
+        return self._one(SQL_EVER_SENT) is not None
+
+    def ever_accepted(self) -> bool:
+        return self._one(SQL_EVER_ACCEPTED) is not None
+
+    def outputs(self, job: Job) -> list[Output]:
+        return [Output(*line) for line in self._all(SQL_OUTPUTS, job=job.id)]
+
+    def history(self, job: Job) -> list[tuple[Any, ...]]:
+        """Return the attempt's events: id, at, job, event, before, after, detail."""
+        return self._all(SQL_EVENTS, job=job.id)
+
+    # -- recording --
+
+    def record_account(self, origin: str, fingerprint: str) -> None:
+        """The ledger belongs to this API origin and this key's fingerprint."""
+        with self.transaction():
+            self._execute(SQL_SET_META, name="origin", value=origin)
+            self._execute(SQL_SET_META, name="key_fingerprint", value=fingerprint)
+
+    def record_namespace(self, namespace: str) -> None:
+        """The keys of this ledger are made in this namespace, and the salt is drawn."""
+        with self.transaction():
+            self._execute(SQL_SET_META, name="namespace", value=namespace)
+            self._execute(SQL_SET_META, name="salt", value=secrets.token_hex(16))
+
+    def record_pace(self, name: str, at_ms: int) -> None:
+        """A budget was used, or a gate is shut, until this time."""
+        with self.transaction():
+            self._execute(SQL_SET_PACE, name=name, at=at_ms)
+
+    def record_added(self, rows: Iterable[NewRow], log: InputLog, now_ms: int) -> Added:
+        """All rows of an input are in the ledger, queued; or none is, and InputError.
+
+        A row that is there with the same content is left alone. Other content, or a
+        default given now that differs from what the row was built with, is a problem.
+        """
+        added, namespace = Added(), self.meta("namespace") or ""
+        with self.transaction():
+            for row in rows:
+                added.rows.add(row.row)
+                if self._add(row, namespace, now_ms):
+                    added.new += 1
+                    continue
+                added.existing += 1
+                there = self.job_of_row(row.row)
+                assert there is not None
+                if there.own != row.own:
+                    log.add(
+                        row.source,
+                        f"row '{row.row}' is in the ledger with other content (from"
+                        f" {there.source}); take the change back, or give it a new id",
+                    )
+                elif problem := clash(there, row):
+                    log.add(row.source, problem)
+            log.check()
+        return added
+
+    def _add(self, row: NewRow, namespace: str, now_ms: int) -> bool:
+        key = idempotency_key(namespace, row.kind, row.row, row.body, 1)
+        cursor = self._execute(
+            SQL_ADD,
+            row=row.row,
+            attempt=1,
+            key=key,
+            kind=row.kind,
+            model=row.model,
+            duration_s=row.duration_s,
+            own=row.own,
+            body=row.body,
+            source=row.source,
+            status=Status.QUEUED,
+            now=now_ms,
+        )
+        if not cursor.rowcount:
+            return False
+        job = cast(int, cursor.lastrowid)
+        self._event(now_ms, job, "added", None, Status.QUEUED, row.source)
+        return True
+
+    def record_prepared(self, job: Job, now_ms: int) -> Job:
+        """Its key and body are about to be sent; after this returns they may be."""
+        return self._change(
+            job,
+            "prepared",
+            now_ms,
+            status=Status.SENDING,
+            tries=job.tries + 1,
+            first_sent_at=job.first_sent_at or now_ms,
+        )
+
+    def record_unclaimed(self, prepared: Job, before: Job, now_ms: int) -> Job:
+        """It was prepared and never handed out: it is again what it was before."""
+        return self._change(
+            prepared,
+            "unclaimed",
+            now_ms,
+            status=before.status,
+            tries=before.tries,
+            first_sent_at=before.first_sent_at,
+        )
+
+    def record_returned(self, job: Job, trouble: str, now_ms: int) -> Job:
+        """No send of it arrived: it is queued, and its age is forgotten."""
+        return self._change(
+            job, "returned", now_ms, status=Status.QUEUED, first_sent_at=None, trouble=trouble
+        )
+
+    def record_unanswered(self, job: Job, trouble: str, now_ms: int) -> Job:
+        """It may have arrived; the same key will ask again."""
+        return self._change(job, "unanswered", now_ms, status=Status.SENDING, trouble=trouble)
+
+    def record_accepted(
+        self, job: Job, job_id: str, now_ms: int, next_poll_at: int, hit: bool = False
+    ) -> Job:
+        """Sume has it under this id. An id that another attempt holds sends it to review."""
+        there = self.holder(job_id)
+        if there is not None and there.id != job.id:
+            return self.record_review(
+                job, f"Sume answered with job {job_id}, which row '{there.row}' already has", now_ms
+            )
+        return self._change(
+            job,
+            "accepted",
+            now_ms,
+            detail=job_id + (" (known to Sume already)" if hit else ""),
+            status=Status.PENDING,
+            job_id=job_id,
+            accepted_at=now_ms,
+            next_poll_at=next_poll_at,
+            trouble=None,
+            note=None,
+        )
+
+    def record_late_id(self, job: Job, job_id: str, now_ms: int) -> Job:
+        """A job id came home after its row had moved on; it is kept whatever the row is.
+
+        A row without an id gets it, and stays what it is. A row with another id goes to
+        review, if it is not final.
+        """
+        current, there = self.job(job.id), self.holder(job_id)
+        if current.job_id == job_id:
+            return current
+        detail = f"late answer named job {job_id}"
+        if current.job_id is None and there is None:
+            return self._change(current, "late_id", now_ms, detail=detail, job_id=job_id)
+        if there is not None:
+            detail += f", which row '{there.row}' has"
+        if current.job_id is not None:
+            detail += f" beside job {current.job_id}"
+        if current.status in FINAL:
+            return self._change(current, "late_id", now_ms, detail=detail)
+        return self.record_review(current, detail, now_ms)
+
+    def record_rejected(self, job: Job, why: str, now_ms: int) -> Job:
+        """Sume refused what it asks, and no send of it can have made a job."""
+        return self._change(
+            job, "rejected", now_ms, status=Status.REJECTED, note=why, finished_at=now_ms
+        )
+
+    def record_review(self, job: Job, why: str, now_ms: int) -> Job:
+        """Only a person can tell what it is worth; the note says why."""
+        note = f"{quiet(why)}; {REVIEW_HINT}"
+        return self._change(
+            job, "review", now_ms, detail=why, status=Status.REVIEW, note=note, next_poll_at=None
+        )
+
+    def record_status(self, job: Job, reading: Reading, now_ms: int, next_poll_at: int) -> Job:
+        """Sume is working on it, as far as its last word goes."""
+        status = reading.status if reading.status in OPEN else Status.IN_PROGRESS
+        return self._change(
+            job,
+            "status",
+            now_ms,
+            detail=reading.word,
+            status=status,
+            sume_status=reading.word,
+            next_poll_at=next_poll_at,
+            trouble=None,
+            cost=reading.cost,
+        )
+
+    def record_final(
+        self, job: Job, status: Status, reading: Reading, note: str | None, now_ms: int
+    ) -> Job:
+        """Sume's last word, its cost and its files; a final status never changes again."""
+        with self.transaction():
+            done = self._change(
+                job,
+                "final",
+                now_ms,
+                detail=reading.word,
+                status=status,
+                sume_status=reading.word,
+                finished_at=now_ms,
+                next_poll_at=None,
+                trouble=None,
+                note=note,
+                cost=reading.cost,
+            )
+            self._execute(SQL_DROP_OUTPUTS, job=job.id)
+            for position, url in enumerate(reading.urls):
+                self._execute(SQL_ADD_OUTPUT, job=job.id, position=position, url=url)
+        return done
+
+    def record_poll_error(self, job: Job, trouble: str, now_ms: int, next_poll_at: int) -> Job:
+        """A read brought nothing usable; the job itself is what it was."""
+        return self._change(
+            job,
+            "poll_error",
+            now_ms,
+            detail=trouble,
+            poll_errors=job.poll_errors + 1,
+            trouble=trouble,
+            next_poll_at=next_poll_at,
+        )
+
+    def _change(
+        self,
+        job: Job,
+        event: str,
+        now_ms: int,
+        *,
+        detail: str | None = None,
+        cost: Cost | None = None,
+        **changes: object,
+    ) -> Job:
+        """Record one fact about an attempt that is still in the status that `job` shows.
+
+        Raises RowChanged, with nothing written, when it is not.
+        """
+        with self.transaction():
+            current = self.job(job.id)
+            if cost is not None:
+                changes |= _cost_changes(current, cost)
+            after = replace(current, **cast("dict[str, Any]", changes), updated_at=now_ms)
+            legal = after.status is current.status or (after.status in TRANSITIONS[current.status])
+            if current.status is not job.status or not legal:
+                raise RowChanged(f"row '{job.row}' is {current.status}, not {job.status}")
+            values = {name: getattr(after, name) for name in _MUTABLE}
+            cursor = self._execute(SQL_CHANGE, **values, id=job.id, expected=current.status)
+            if cursor.rowcount != 1:
+                raise RowChanged(f"row '{job.row}' was changed by another process")
+            self._event(
+                now_ms,
+                job.id,
+                event,
+                current.status,
+                after.status,
+                detail or cast("str | None", changes.get("trouble", changes.get("note"))),
+            )
+        return after
+
+    def _event(
+        self,
+        at_ms: int,
+        job: int,
+        event: str,
+        before: Status | None,
+        after: Status,
+        detail: str | None,
+    ) -> None:
+        self._execute(
+            SQL_EVENT,
+            at=at_ms,
+            job=job,
+            event=event,
+            before=before,
+            after=after,
+            detail=detail and quiet(detail),
+        )
+
+
+REVIEW_HINT = (
+    "look at your jobs at Sume; the command that settles such a row (resolve) is not in"
+    " this version yet, and until then the row is safe and is never sent again"
+)
+_JOB_FIELDS = tuple(f.name for f in fields(Job))
+# What a fact may change; the rest of an attempt is fixed when it is made.
+_MUTABLE = (
+    "status", "job_id", "sume_status", "cost_micros", "cost_state", "usage", "tries",
+    "first_sent_at", "accepted_at", "finished_at", "next_poll_at", "poll_errors", "trouble",
+    "note", "updated_at",
+)  # fmt: skip
+
+
+def _cost_changes(job: Job, cost: Cost) -> dict[str, object]:
+    """Absence never erases a known cost; a later statement replaces it."""
+    if cost.micros is None and job.cost_micros is not None:
+        return {}
+    return {"cost_micros": cost.micros, "cost_state": cost.state, "usage": cost.raw or job.usage}
+
+
+def _job_from(line: Sequence[Any]) -> Job:
+    named = dict(zip(_JOB_FIELDS, line, strict=True))
+    return Job(**named | {"status": Status(named["status"])})
+
+
+def open_ledger(path: Path) -> Ledger:
+    """Open an existing ledger. Raises LedgerError, with the file unchanged, if it is none."""
+    if not path.exists():
+        raise LedgerError(f"{path}: no such ledger; add rows first: sume-resume add FILE")
+    check_header(path)
+    return Ledger(path)
+
+
+def create_ledger(path: Path, namespace: str, fill: Callable[[Ledger], Added]) -> Added:
+    """Make a new ledger with its first rows, all or nothing, and never over another file.
+
+    It is built under a temporary name and gets its own when it is whole, so an empty
+    file is never a ledger. Raises InputError from `fill`, FileExistsError when another
+    process was first, LedgerError when the file cannot be made.
+    """
+    new = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.new")
+    try:
+        # SQLite gives its journal the mode of the file: readable by the owner alone.
+        os.close(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        try:
+            with Ledger(new) as ledger, ledger.transaction():
+                ledger.record_namespace(namespace)
+                added = fill(ledger)
+            _publish(new, path)
+        finally:
+            new.unlink(missing_ok=True)
+    except FileExistsError:
+        raise
+    except OSError as exc:
+        raise LedgerError(f"{path}: cannot be made: {exc.strerror}") from exc
+    return added
+
+
+def _publish(new: Path, path: Path) -> None:
+    """Give a whole file its name, unless a file has it; durable once this returns."""
+    try:
+        os.link(new, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        # No hard links on this file system. Where rename would replace, look first.
+        if path.exists():
+            raise FileExistsError(path) from None
+        os.rename(new, path)
+    if os.name == "posix":
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+class RunLock:
+    """One run per ledger, by a lock that the kernel frees when its holder dies."""
+
+    def __init__(self, ledger: Path) -> None:
+        self.ledger = ledger
+        self.path = Path(os.path.realpath(ledger) + ".lock")
+
+    def __enter__(self) -> RunLock:
+        """Take the lock. Raises LockedError at once when a live run holds it."""
+        while True:
+            try:
+                self._fd = os.open(self.path, _LOCK_FLAGS, 0o600)
+            except OSError as exc:
+                raise LedgerError(f"{self.path}: cannot be made: {exc.strerror}") from exc
+            if not _try_lock(self._fd):
+                holder = self._holder()
+                os.close(self._fd)
+                raise LockedError(
+                    f"{self.ledger}: another run holds it{holder}; wait for it or stop it"
+                )
+            if self._is_current():
+                break
+            # Deleted and made anew between open and lock: this one guards nothing.
+            os.close(self._fd)
+        name = f"pid {os.getpid()} on {socket.gethostname()}"
+        os.ftruncate(self._fd, 0)
+        os.write(self._fd, name.encode())
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Leave no file behind; whoever waits for this one finds that it is gone."""
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+        os.close(self._fd)
+
+    def _is_current(self) -> bool:
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self._fd))
+        except FileNotFoundError:
+            return False
+
+    def _holder(self) -> str:
+        os.lseek(self._fd, 0, os.SEEK_SET)
+        name = inert(os.read(self._fd, 200).decode(errors="replace"), 100)
+        return f" ({name})" if name else ""
+
+
+# A link in the lock's place is not followed: its target would be truncated.
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+# Windows locks bytes, not files: one past the holder's name, so that it can be read.
+_LOCKED_BYTE = 1 << 20
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            os.lseek(fd, _LOCKED_BYTE, os.SEEK_SET)
+            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
+            os.lseek(fd, 0, os.SEEK_SET)
+        else:
+            import fcntl
+
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+# --- api ---------------------------------------------------------------------
+# One HTTP request and its answer. Knows no ledger, retries nothing, decides nothing.
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Where requests go, and as whom. The key is shown by no repr."""
+
+    base_url: str
+    origin: str
+    api_key: str = field(repr=False)
+    auth_mode: str = "bearer"
+
+    def fingerprint(self, salt: str) -> str:
+        """Return what a ledger keeps of the key: enough to know it again, no more."""
+        return hashlib.sha256(f"{salt}:{self.api_key}".encode()).hexdigest()[:16]
+
+
+AUTH_MODES = ("bearer", "x-api-key")
+
+
+def account_from(environ: Mapping[str, str]) -> Account:
+    """Read SUME_API_KEY, SUME_API_BASE_URL and SUME_API_AUTH_MODE, as Sume's tools do.
+
+    Raises UsageError; no message holds the key or a password.
+    """
+    from urllib.parse import urlsplit
+
+    key = environ.get("SUME_API_KEY", "").strip()
+    if not key:
+        raise UsageError("SUME_API_KEY is not set; export it, or try without one: run --simulate")
+    if not re.fullmatch(r"[\x21-\x7e]{1,500}", key):
+        raise UsageError("SUME_API_KEY holds a space or a character that no key has")
+    mode = environ.get("SUME_API_AUTH_MODE", "").strip().lower() or "bearer"
+    if mode not in AUTH_MODES:
+        raise UsageError(f"SUME_API_AUTH_MODE is '{inert(mode, 40)}'; write bearer or x-api-key")
+    text = environ.get("SUME_API_BASE_URL", "").strip() or DEFAULT_BASE_URL
+    try:
+        parts = urlsplit(text)
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        raise UsageError("SUME_API_BASE_URL is not a URL") from None
+    if parts.scheme not in ("https", "http") or not host or parts.query or parts.fragment:
+        raise UsageError("SUME_API_BASE_URL must look like https://api.sume.com")
+    if parts.username is not None or parts.password is not None:
+        raise UsageError("SUME_API_BASE_URL must not hold a user or a password")
+    if parts.scheme == "http" and not is_loopback(host):
+        raise UsageError("SUME_API_BASE_URL: http:// would send the key in clear; use https://")
+    shown = f"[{host}]" if ":" in host else host
+    standard = port in (None, 443 if parts.scheme == "https" else 80)
+    origin = f"{parts.scheme}://{shown}" + ("" if standard else f":{port}")
+    path = parts.path.rstrip("/")
+    return Account(origin + (path if path.endswith("/v1") else path + "/v1"), origin, key, mode)
+
+
+def is_loopback(host: str) -> bool:
+    """Say whether a host name can only mean this machine."""
+    import ipaddress
+
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class _Held(Exception):
+    """The request was held back before its first byte left."""
+
+
+class Sume:
+    """A client for one thread. Every method returns an answer or says why there is none."""
+
+    def __init__(self, account: Account, clock: Clock, tls: ssl.SSLContext | bool) -> None:
+        """Raises UsageError when proxy or certificate settings cannot be used."""
+        import httpx
+
+        self._account = account
+        self._clock = clock
+        auth = {"x-api-key": account.api_key}
+        if account.auth_mode == "bearer":
+            auth = {"Authorization": f"Bearer {account.api_key}"}
+        agent = {"User-Agent": f"sume-resume/{__version__}", "Accept": "application/json"}
+        try:
+            # Loopback is reached directly: a proxy would get the key in clear.
+            self._client = httpx.Client(
+                headers=auth | agent,
+                verify=tls,
+                trust_env=not is_loopback(httpx.URL(account.base_url).host),
+                follow_redirects=False,
+            )
+        except (ValueError, ImportError, OSError, httpx.InvalidURL) as exc:
+            raise _bad_connection(exc) from exc
+
+    def close(self) -> None:
+        self._client.close()
+
+    def submit(
+        self, kind: Kind, key: str, body: bytes, held: Callable[[], bool]
+    ) -> Reply | Failure:
+        """POST a body under its key (sume-api.md 1.2).
+
+        `held` is asked at the last moment, when name, connection and TLS are done and no
+        byte of the request has left; if it says True, nothing is sent.
+        """
+        headers = {"Idempotency-Key": key, "Content-Type": "application/json"}
+
+        def trace(event: str, info: object) -> None:
+            if event == "http11.send_request_headers.started" and held():
+                raise _Held
+
+        return self._request(
+            "POST",
+            f"/{kind}s",
+            POST_DEADLINE_S,
+            headers=headers,
+            content=body,
+            extensions={"trace": trace},
+        )
+
+    def read(self, kind: Kind, job_id: str) -> Reply | Failure:
+        """GET a job: videos have a route of their own, images have the jobs' one."""
+        path = f"/videos/{job_id}" if kind == "video" else f"/jobs/{job_id}/status"
+        return self._request("GET", path, READ_DEADLINE_S)
+
+    def result(self, job_id: str) -> Reply | Failure:
+        """GET the result of a job that has ended (sume-api.md 1.3)."""
+        return self._request("GET", f"/jobs/{job_id}/result", READ_DEADLINE_S)
+
+    def _request(self, method: str, path: str, deadline_s: float, **parts: Any) -> Reply | Failure:
+        import httpx
+
+        limit_s = self._clock.awake_s() + deadline_s
+        timeout = httpx.Timeout(deadline_s, connect=CONNECT_TIMEOUT_S)
+        url = self._account.base_url + path
+        try:
+            with self._client.stream(method, url, timeout=timeout, **parts) as response:
+                body = bytearray()
+                for chunk in response.iter_bytes():
+                    body += chunk
+                    if len(body) > MAX_ANSWER_BYTES:
+                        return Failure(Miss.UNKNOWN, f"an answer over {MAX_ANSWER_BYTES} bytes")
+                    if self._clock.awake_s() > limit_s:
+                        return Failure(Miss.UNKNOWN, f"no whole answer in {deadline_s:.0f} s")
+                # A server may echo the key in an error: it is taken out before it is read.
+                clean = bytes(body).replace(self._account.api_key.encode(), b"[key]")
+                return parse_reply(response.status_code, response.headers, clean)
+        except _Held:
+            return Failure(Miss.STALE, "held back: the key is too old to be sent")
+        except Exception as exc:
+            failure = classify(exc)
+            text = failure.text.replace(self._account.api_key, "[key]")
+            return Failure(failure.miss, quiet(text))
+
+
+def classify(exc: Exception) -> Failure:
+    """Say what an exception means for the request that met it; in doubt, it may have arrived.
+
+    The table of POST outcomes (faults.md 2). "Server disconnected" has the same text
+    whether or not the request was read, so it counts as unknown.
+    """
+    import ssl
+
+    import httpx
+
+    text = f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
+    chain: BaseException | None = exc
+    while chain is not None:
+        if isinstance(chain, ssl.SSLCertVerificationError):
+            hint = "check the clock, SSL_CERT_FILE and the proxy"
+            return Failure(Miss.SETTINGS, f"certificate refused: {chain.verify_message}; {hint}")
+        chain = chain.__cause__ or chain.__context__
+    settings = (
+        httpx.UnsupportedProtocol,
+        httpx.LocalProtocolError,
+        httpx.InvalidURL,
+        UnicodeEncodeError,
+    )
+    not_sent = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.ProxyError)
+    if isinstance(exc, settings):
+        return Failure(Miss.SETTINGS, f"{text}; check SUME_API_BASE_URL and the proxy")
+    return Failure(Miss.NOT_SENT if isinstance(exc, not_sent) else Miss.UNKNOWN, text)
+
+
+def client_factory(account: Account, clock: Clock) -> Callable[[], Sume]:
+    """Return what makes a worker's client. The trusted certificates are loaded once.
+
+    Raises UsageError when proxy or certificate settings cannot be used.
+    """
+    import httpx
+
+    tls: ssl.SSLContext | bool = False
+    if account.base_url.startswith("https:"):
+        try:
+            tls = httpx.create_ssl_context()
+        except (ValueError, OSError) as exc:
+            raise _bad_connection(exc) from exc
+    Sume(account, clock, tls).close()
+    return lambda: Sume(account, clock, tls)
+
+
+def _bad_connection(exc: Exception) -> UsageError:
+    return UsageError(
+        f"the connection cannot be set up: {quiet(exc)}; check HTTPS_PROXY, ALL_PROXY,"
+        " SSL_CERT_FILE and SSL_CERT_DIR"
+    )
+
+
+# --- engine ------------------------------------------------------------------
+# One scheduler thread owns ledger, clock and pacing; workers only carry requests.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a run behaves. Times are seconds; None means no limit."""
+
+    poll_interval_s: float = POLL_INTERVAL_S
+    writes_per_minute: float = WRITES_PER_MINUTE
+    reads_per_minute: float = READS_PER_MINUTE
+    concurrency: int = CONCURRENCY
+    key_ttl_s: float | None = KEY_TTL_S
+    deadline_s: float | None = None
+    job_deadline_s: float | None = None
+    # Send at most so many rows that were never sent before.
+    limit: int | None = None
+
+
+class Errand(enum.Enum):
+    """What a request is for."""
+
+    SUBMIT = enum.auto()
+    READ = enum.auto()
+    RESULT = enum.auto()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Call:
+    """A request on its way, with what its answer will be judged by."""
+
+    errand: Errand
+    job: Job
+    sent_s: float
+    # The attempt before it was claimed, and whether an earlier send may have arrived.
+    before: Job
+    earlier: bool = False
+    # At the last moment the wall clock must be below the one, its lead above the other.
+    send_before_ms: int | None = None
+    least_ahead_ms: int = 0
+    # Given up by the scheduler: its worker ends after it.
+    overrun: bool = False
+
+    @property
+    def overdue_s(self) -> float:
+        submit = self.errand is Errand.SUBMIT
+        limit = POST_DEADLINE_S if submit else READ_DEADLINE_S
+        return self.sent_s + limit + OVERRUN_GRACE_S
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    call: Call
+    meaning: Outcome | Reading
+
+
+def perform(api: Sume, call: Call, clock: Clock) -> Answer:
+    """Carry out a call and say what its answer means. Raises nothing: in doubt, unknown."""
+    job = call.job
+    try:
+        match call.errand:
+            case Errand.SUBMIT:
+                sent = api.submit(job.kind, job.key, job.body, lambda: is_stale(call, clock))
+                return Answer(call, outcome_of(sent))
+            case Errand.READ:
+                return Answer(call, reading_of(api.read(job.kind, job.job_id or "")))
+            case Errand.RESULT:
+                return Answer(call, reading_of(api.result(job.job_id or ""), of_result=True))
+            case _:
+                assert_never(call.errand)
+    except Exception as exc:
+        # One odd answer must not end the run, nor touch another row.
+        return no_answer(call, f"the answer could not be read ({type(exc).__name__})")
+
+
+def no_answer(call: Call, text: str) -> Answer:
+    failure = Failure(Miss.UNKNOWN, text)
+    submit = call.errand is Errand.SUBMIT
+    return Answer(call, outcome_of(failure) if submit else reading_of(failure))
+
+
+def is_stale(call: Call, clock: Clock) -> bool:
+    """Ask again, at the moment of sending, whether the key is still young enough.
+
+    Name look-up, connect and TLS stand still while a machine is suspended; a process must
+    not wake up a day later and buy.
+    """
+    if call.send_before_ms is None:
+        return False
+    now = clock.wall_ms()
+    first = call.job.first_sent_at or now
+    return not first <= now < call.send_before_ms or clock.ahead_ms() < call.least_ahead_ms
+
+
+class Carrier(Protocol):
+    """What the scheduler needs of its workers; tests have one without threads."""
+
+    def free(self) -> int: ...
+    def start(self, call: Call) -> None: ...
+    def wait(self, timeout_s: float) -> list[Answer]: ...
+    def abandon(self, call: Call) -> None: ...
+    def wake(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Workers:
+    """Threads that carry calls. Each has a client of its own."""
+
+    def __init__(self, make_api: Callable[[], Sume], clock: Clock, count: int) -> None:
+        self._make_api, self._clock, self._count = make_api, clock, count
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        # SimpleQueue, since a signal handler may put into it while a get is running.
+        self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
+        self._busy: set[Call] = set()
+        self._threads: list[threading.Thread] = []
+
+    def free(self) -> int:
+        return self._count - len(self._busy)
+
+    def start(self, call: Call) -> None:
+        self._busy.add(call)
+        if len(self._threads) < len(self._busy):
+            self._hire()
+        self._calls.put(call)
+
+    def wait(self, timeout_s: float) -> list[Answer]:
+        """Return the answers that have arrived, after the first one or the timeout."""
+        answers: list[Answer] = []
+        with contextlib.suppress(queue.Empty):
+            answer = self._answers.get(timeout=timeout_s) if timeout_s > 0 else None
+            while True:
+                if answer is not None:
+                    answers.append(answer)
+                    self._busy.discard(answer.call)
+                answer = self._answers.get_nowait()
+        return answers
+
+    def abandon(self, call: Call) -> None:
+        """Give a call up: another worker takes its worker's place."""
+        call.overrun = True
+        self._busy.discard(call)
+        self._hire()
+
+    def wake(self) -> None:
+        """End a wait; safe in a signal handler."""
+        self._answers.put(None)
+
+    def close(self) -> None:
+        """Let idle workers go. One that is stuck ends with the process."""
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads:
+            thread.join(timeout=0.2 if not self._busy else 0)
+
+    def _hire(self) -> None:
+        thread = threading.Thread(target=self._work, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _work(self) -> None:
+        api = self._make_api()
+        try:
+            while (call := self._calls.get()) is not None:
+                self._answers.put(perform(api, call, self._clock))
+                if call.overrun:
+                    return
+        finally:
+            api.close()
+
+
+def admit(ledger: Ledger, account: Account, adopt: bool, now_ms: int) -> None:
+    """Check that this account may use this ledger, and remember it.
+
+    A key found under another account would be a new purchase, and a job would not be
+    found there. Raises AccountError, with nothing changed.
+    """
+    fingerprint = account.fingerprint(ledger.meta("salt") or "")
+    with ledger.transaction():
+        origin, known = ledger.meta("origin"), ledger.meta("key_fingerprint")
+        if origin not in (None, account.origin):
+            if ledger.ever_accepted():
+                raise AccountError(
+                    f"{ledger.path}: its jobs are at {origin}, and this run is for"
+                    f" {account.origin}; nothing was sent. Use another --db for it"
+                )
+            for job in ledger.with_status(Status.SENDING):
+                why = f"it may have been sent to {origin}, and this run is for {account.origin}"
+                ledger.record_review(job, why, now_ms)
+        elif known not in (None, fingerprint) and ledger.ever_sent() and not adopt:
+            raise AccountError(
+                f"{ledger.path}: was used with another API key; nothing was sent. If this key"
+                " is of the same account (a rotated key), run again with --adopt-account"
+            )
+        ledger.record_account(account.origin, fingerprint)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a run ended: by a signal, a halt, a deadline, or with nothing left to do."""
+
+    signal: int | None = None
+    halt: str | None = None
+    deadline: bool = False
+
+
+class Engine:
+    """Sends what is queued, replays what is unknown, polls what is open, until all is final.
+
+    Resuming is no second path: a row that was being sent when a process died is claimed
+    first and sent by the same code, with the same bytes.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        workers: Carrier,
+        clock: Clock,
+        settings: Settings,
+        *,
+        scope: set[str] | None = None,
+        listen: Callable[[Event], None] = lambda event: None,
+        rng: random.Random | None = None,
+    ) -> None:
+        """`scope` names the rows that may be sent; None allows all, also later ones."""
+        self._ledger, self._workers, self._clock = ledger, workers, clock
+        self._settings, self._scope, self._listen = settings, scope, listen
+        self._rng = rng or random.Random()
+        self._writes = Budget(settings.writes_per_minute)
+        self._reads = Budget(settings.reads_per_minute)
+        self._offline = Gate(OFFLINE_CAP_S)
+        self._submit_gate, self._queue_gate, self._read_gate = Gate(), Gate(), Gate()
+        self._window = QueueWindow()
+        self._flying: dict[int, Call] = {}
+        self._seen: dict[int, Seen] = {}
+        self._given_up: set[int] = set()
+        self._first_sends: set[int] = set()
+        self._no_id_rows: set[int] = set()
+        # Queued attempts up to this id were looked at; out of scope ones only once.
+        self._after = 0
+        self._totals = Totals()
+        self._said: list[Event] = []
+        self._halt: tuple[Halt, str] | None = None
+        self._signal: int | None = None
+        self._closing_s: float | None = None
+        self._start_s = self._loaded_s = self._planned_s = clock.awake_s()
+        self._told_offline = False
+
+    # -- life of a run --
+
+    def run(self) -> Ending:
+        """Work until nothing is left, a signal, a deadline or a halt; then say which.
+
+        After this returns everything that was answered is recorded. Raises LedgerError
+        when a fact cannot be recorded; nothing is sent from then on.
+        """
+        self._begin()
+        answers: list[Answer] = []
+        try:
+            while True:
+                self._turn(answers)
+                answers = []
+                if self._is_over():
+                    break
+                answers = self._workers.wait(self._wait_s())
+        except LedgerError as exc:
+            raise _with_ids(exc, answers) from exc
+        return Ending(self._signal, self._halt[1] if self._halt else None, self._deadline_passed())
+
+    def stop(self, signum: int) -> None:
+        """Begin to stop, from a signal handler: submits in flight are still recorded."""
+        self._signal = self._signal or signum
+        self._workers.wake()
+
+    def _begin(self) -> None:
+        self._ledger.on_busy = lambda text: self._tell(text)
+        now_ms = self._clock.wall_ms()
+        for budget, name in ((self._writes, "writes"), (self._reads, "reads")):
+            last = self._ledger.pace(name)
+            if last is not None:
+                budget.seed(self._start_s, (now_ms - last) / 1000)
+        for gate, name in self._stored_gates():
+            until = self._ledger.pace(name)
+            left = (until - now_ms) / 1000 if until is not None else 0.0
+            if 0 < left <= RETRY_AFTER_CAP_S * (1 + POLL_JITTER):
+                gate.hold(self._start_s + left)
+        self._totals = self._ledger.totals()
+        active = (Status.SENDING, *OPEN)
+        jobs = [job for status in active for job in self._ledger.with_status(status)]
+        for job in jobs:
+            self._seen[job.id] = Seen(since_s=self._start_s)
+        self._listen(Started(self._totals, jobs, now_ms))
+
+    def _stored_gates(self) -> tuple[tuple[Gate, str], ...]:
+        return (
+            (self._submit_gate, "submit_pause"),
+            (self._queue_gate, "queue_pause"),
+            (self._read_gate, "read_pause"),
+        )
+
+    def _turn(self, answers: list[Answer]) -> None:
+        """Record all that has arrived and claim what is due next, in one commit."""
+        now_s, now_ms = self._clock.awake_s(), self._clock.wall_ms()
+        self._planned_s = now_s
+        late = [call for call in self._flying.values() if now_s >= call.overdue_s]
+        for call in late:
+            self._workers.abandon(call)
+            answers.append(no_answer(call, "no answer before the deadline"))
+        calls = self._commit_turn(answers, now_s, now_ms)
+        self._hand_out(calls, now_ms)
+        self._reload(now_s)
+        self._emit(now_ms)
+
+    def _commit_turn(self, answers: list[Answer], now_s: float, now_ms: int) -> list[Call]:
+        """Record and claim, and wait while another process has the ledger locked.
+
+        With answers in hand there is no end to that wait: an id is never dropped. Without,
+        a minute is enough to say that something is wrong.
+        """
+        for tries in count(1):
+            try:
+                with self._ledger.transaction():
+                    for answer in answers:
+                        self._record(answer, now_s, now_ms)
+                    return self._claim(now_s, now_ms)
+            except LedgerBusy as exc:
+                if not answers and tries >= BUSY_TRIES:
+                    raise
+                self._tell(str(exc))
+                self._emit(now_ms)
+        raise AssertionError("count() has no end")
+
+    def _claim(self, now_s: float, now_ms: int) -> list[Call]:
+        if self._closing(now_s):
+            return []
+        submits = list(self._claim_submits(now_s, now_ms))
+        reads = list(self._claim_reads(now_s, now_ms, self._workers.free() - len(submits)))
+        if submits:
+            self._ledger.record_pace("writes", now_ms)
+        if reads:
+            self._ledger.record_pace("reads", now_ms)
+        return submits + reads
+
+    def _hand_out(self, calls: list[Call], now_ms: int) -> None:
+        """Give the claimed calls to the workers; after a signal, give them back instead."""
+        for call in calls:
+            if self._signal is None:
+                self._workers.start(call)
+                continue
+            del self._flying[call.job.id]
+            if call.errand is Errand.SUBMIT:
+                self._ledger.record_unclaimed(call.job, call.before, now_ms)
+
+    # -- claiming --
+
+    def _claim_submits(self, now_s: float, now_ms: int) -> Iterator[Call]:
+        """Claim what is sent now: unknown outcomes first, then new rows, in order."""
+        # One worker is left for reads, so that held submits never stop the polling.
+        free = self._workers.free() - (self._settings.concurrency > 1)
+        flying = self._submits_flying()
+        gates = (self._submit_gate, self._queue_gate)
+        while (
+            free > 0
+            and self._halt is None
+            and self._writes.ready_s <= now_s
+            and self._offline.ready(now_s, len(self._flying))
+            and all(gate.ready(now_s, flying) for gate in gates)
+        ):
+            job = self._next_replay(now_s, now_ms) or self._next_queued(flying)
+            if job is None:
+                return
+            self._writes.take(now_s)
+            free, flying = free - 1, flying + 1
+            yield self._prepare(job, now_s, now_ms)
+
+    def _prepare(self, job: Job, now_s: float, now_ms: int) -> Call:
+        earlier = job.status is Status.SENDING
+        ready = self._changed(job, self._ledger.record_prepared(job, now_ms), now_ms)
+        ahead_ms = self._clock.most_ahead_ms() if earlier else self._clock.ahead_ms()
+        call = Call(
+            errand=Errand.SUBMIT,
+            job=ready,
+            sent_s=now_s,
+            before=job,
+            earlier=earlier,
+            send_before_ms=send_before_ms(ready.first_sent_at or now_ms, self._settings.key_ttl_s),
+            least_ahead_ms=ahead_ms - round(CLOCK_FALL_LIMIT_S * 1000),
+        )
+        self._flying[job.id] = call
+        return call
+
+    def _next_replay(self, now_s: float, now_ms: int) -> Job | None:
+        """Return a row whose last send may have arrived; one too old goes to review."""
+        for job in self._ledger.with_status(Status.SENDING):
+            if job.id in self._flying or self._see(job).not_before_s > now_s:
+                continue
+            why = too_old(job.first_sent_at or 0, now_ms, self._settings.key_ttl_s)
+            fallen = self._clock.most_ahead_ms() - self._clock.ahead_ms()
+            if self._settings.key_ttl_s is not None and fallen > CLOCK_FALL_LIMIT_S * 1000:
+                why = why or f"the clock was set back by {show_time(fallen / 1000)}"
+            if why is None:
+                return job
+            self._review(job, f"an earlier send may have arrived, and {why}", now_ms)
+        return None
+
+    def _next_queued(self, flying: int) -> Job | None:
+        """Return the next row that may be sent, if Sume's queue and --limit have room."""
+        if not self._window.has_room(self._open_count() + flying):
+            return None
+        limit = self._settings.limit
+        while batch := self._ledger.with_status(Status.QUEUED, self._after, 100):
+            for job in batch:
+                self._after = job.id
+                new = job.id not in self._first_sends
+                if new and limit is not None and len(self._first_sends) >= limit:
+                    continue
+                if self._in_scope(job):
+                    self._first_sends.add(job.id)
+                    return job
+        return None
+
+    def _claim_reads(self, now_s: float, now_ms: int, free: int) -> Iterator[Call]:
+        """Claim the reads whose time has come, evenly spaced, longest due first."""
+        reading = len(self._flying) - self._submits_flying()
+        if free <= 0 or self._reads.ready_s > now_s:
+            return
+        skip = len(self._flying) + len(self._given_up)
+        horizon_s = max(MAX_POLL_HINT_S, self._settings.poll_interval_s) * (1 + POLL_JITTER)
+        for job in self._ledger.due(now_ms, now_ms + round(horizon_s * 1000), free + skip):
+            if job.id in self._flying or job.id in self._given_up:
+                continue
+            if not (
+                free > 0
+                and self._reads.ready_s <= now_s
+                and self._offline.ready(now_s, len(self._flying))
+                and self._read_gate.ready(now_s, reading)
+            ):
+                return
+            self._reads.take(now_s)
+            free, reading = free - 1, reading + 1
+            errand = Errand.RESULT if self._see(job).want_result else Errand.READ
+            call = Call(errand=errand, job=job, sent_s=now_s, before=job)
+            self._flying[job.id] = call
+            yield call
+
+    def _submits_flying(self) -> int:
+        return sum(call.errand is Errand.SUBMIT for call in self._flying.values())
+
+    def _open_count(self) -> int:
+        return sum(self._totals.by_status[status] for status in OPEN)
+
+    def _in_scope(self, job: Job) -> bool:
+        return self._scope is None or job.row in self._scope
+
+    def _see(self, job: Job) -> Seen:
+        return self._seen.setdefault(job.id, Seen(since_s=self._clock.awake_s()))
+
+    # -- recording --
+
+    def _record(self, answer: Answer, now_s: float, now_ms: int) -> None:
+        """Record what one answer means. A row that was changed meanwhile is let be."""
+        call, meaning = answer.call, answer.meaning
+        current = self._flying.get(call.job.id) is call
+        if current:
+            del self._flying[call.job.id]
+        try:
+            if isinstance(meaning, Reading):
+                if current:
+                    self._record_reading(call, meaning, now_s, now_ms)
+                return
+            if current:
+                self._pace_submits(call, meaning, now_s, now_ms)
+                self._record_outcome(call, meaning, now_s, now_ms)
+            elif meaning.job_id is not None:
+                self._record_late(call, meaning.job_id, now_ms)
+        except RowChanged as exc:
+            if isinstance(meaning, Outcome) and meaning.job_id is not None:
+                self._record_late(call, meaning.job_id, now_ms)
+            else:
+                self._tell(str(exc), call.job.row)
+
+    def _record_outcome(self, call: Call, outcome: Outcome, now_s: float, now_ms: int) -> None:
+        """Move the row of a submit on, by where the submit ended."""
+        job, trouble, seen = call.job, outcome.trouble, self._see(call.job)
+        match outcome.landing:
+            case Landing.ACCEPTED:
+                self._accept(job, outcome, now_s, now_ms)
+            case Landing.REFUSED if call.earlier:
+                why = f"refused now ({trouble}), but an earlier send may have arrived"
+                self._review(job, why, now_ms)
+            case Landing.REFUSED:
+                self._changed(job, self._ledger.record_rejected(job, trouble, now_ms), now_ms)
+            case Landing.CONFLICT:
+                why = f"its key already stands for something else at Sume ({trouble})"
+                self._review(job, why, now_ms)
+            case Landing.STALE if call.earlier:
+                why = "an earlier send may have arrived, and its key became too old to send again"
+                self._review(job, why, now_ms)
+            case Landing.NOT_LANDED | Landing.STALE if not call.earlier:
+                self._changed(job, self._ledger.record_returned(job, trouble, now_ms), now_ms)
+                self._after = min(self._after, job.id - 1)
+            case Landing.UNKNOWN if outcome.doubtful and seen.doubts + 1 >= DOUBT_LIMIT:
+                why = f"{DOUBT_LIMIT} sends brought no usable answer ({trouble})"
+                self._review(job, why, now_ms)
+            case _:
+                seen.doubts += outcome.doubtful
+                if outcome.landing is Landing.UNKNOWN:
+                    wait = backoff_s(seen.errors, self._rng, cap_s=BACKOFF_CAP_S)
+                    seen.not_before_s = now_s + max(wait, outcome.retry_after_s or 0.0)
+                    seen.errors += 1
+                self._changed(job, self._ledger.record_unanswered(job, trouble, now_ms), now_ms)
+
+    def _accept(self, job: Job, outcome: Outcome, now_s: float, now_ms: int) -> None:
+        assert outcome.job_id is not None
+        wait_s = poll_wait_s(self._settings.poll_interval_s, self._rng)
+        # A job that Sume knew already may have ended long ago.
+        due_ms = now_ms if outcome.hit else now_ms + round(wait_s * 1000)
+        after = self._ledger.record_accepted(job, outcome.job_id, now_ms, due_ms, outcome.hit)
+        self._changed(job, after, now_ms)
+        if after.status is Status.REVIEW:
+            self._tell(after.note or "", job.row)
+            return
+        self._seen[job.id] = Seen(since_s=now_s)
+        self._window.accepted(outcome.room, self._open_count() + self._submits_flying())
+
+    def _record_late(self, call: Call, job_id: str, now_ms: int) -> None:
+        """Keep an id that came home after its row had moved on."""
+        job = self._ledger.job(call.job.id)
+        if job.status is Status.SENDING:
+            due_ms = now_ms + round(self._settings.poll_interval_s * 1000)
+            after = self._ledger.record_accepted(job, job_id, now_ms, due_ms)
+        else:
+            after = self._ledger.record_late_id(job, job_id, now_ms)
+        self._changed(job, after, now_ms)
+        if after.status is Status.REVIEW and after.note != job.note:
+            self._tell(after.note or "", job.row)
+
+    def _review(self, job: Job, why: str, now_ms: int) -> None:
+        after = self._changed(job, self._ledger.record_review(job, why, now_ms), now_ms)
+        self._tell(f"needs review: {after.note}", job.row)
+
+    def _pace_submits(self, call: Call, outcome: Outcome, now_s: float, now_ms: int) -> None:
+        """Let the answer to a submit shut or open the gates, or halt the run."""
+        self._count_no_ids(call, outcome)
+        if outcome.halt is not None:
+            self._stop_for(outcome.halt, outcome.trouble)
+        if outcome.pause is not Pause.OFFLINE:
+            self._back_online(call)
+        asked = outcome.retry_after_s
+        match outcome.pause:
+            case Pause.OFFLINE:
+                self._go_offline(call, outcome.trouble, now_s)
+            case Pause.RATE:
+                until = self._submit_gate.shut(now_s, call.sent_s, asked, self._rng)
+                self._keep_pause("submit_pause", until, now_s, now_ms)
+            case Pause.QUEUE:
+                ours = self._open_count() + self._submits_flying()
+                self._window.full(ours)
+                if ours == 0:
+                    self._queue_gate.shut(now_s, call.sent_s, asked, self._rng)
+                elif asked is not None:
+                    self._queue_gate.hold(now_s + asked)
+                self._keep_pause("queue_pause", self._queue_gate.until_s, now_s, now_ms)
+            case None:
+                self._submit_gate.passed(call.sent_s)
+                if outcome.landing is Landing.ACCEPTED:
+                    self._queue_gate.passed(call.sent_s)
+            case _:
+                assert_never(outcome.pause)
+        left = outcome.allowance
+        if left is not None and left.remaining <= self._submits_flying():
+            self._submit_gate.hold(now_s + left.reset_s)
+            self._keep_pause("submit_pause", self._submit_gate.until_s, now_s, now_ms)
+
+    def _count_no_ids(self, call: Call, outcome: Outcome) -> None:
+        if not outcome.no_id:
+            self._no_id_rows.clear()
+            return
+        self._no_id_rows.add(call.job.id)
+        if len(self._no_id_rows) >= NO_ID_ROWS:
+            self._stop_for(
+                Halt.SUBMITS,
+                f"{NO_ID_ROWS} rows in a row were answered without a job id"
+                f" ({outcome.trouble}); check SUME_API_BASE_URL",
+            )
+
+    def _keep_pause(self, name: str, until_s: float, now_s: float, now_ms: int) -> None:
+        """Store the end of a pause: a restart does not shorten it."""
+        self._ledger.record_pace(name, now_ms + round((until_s - now_s) * 1000))
+
+    def _stop_for(self, halt: Halt, trouble: str) -> None:
+        if self._halt is None or self._halt[0] is Halt.SUBMITS:
+            self._halt = (halt, trouble)
+            self._tell(trouble)
+
+    def _go_offline(self, call: Call, trouble: str, now_s: float) -> None:
+        self._offline.shut(now_s, call.sent_s, None, self._rng)
+        if not self._told_offline:
+            self._told_offline = True
+            self._tell(f"offline, waiting for the network ({trouble})")
+
+    def _back_online(self, call: Call) -> None:
+        self._offline.passed(call.sent_s)
+        if self._told_offline and self._offline.step == 0:
+            self._told_offline = False
+            self._tell("online again")
+
+    def _record_reading(self, call: Call, reading: Reading, now_s: float, now_ms: int) -> None:
+        """Move the row of a read on, by what the answer said."""
+        job, seen = call.job, self._see(call.job)
+        self._pace_reads(call, reading, now_s, now_ms)
+        match reading.said:
+            case Said.STATUS:
+                self._record_word(call, reading, now_ms)
+            case Said.PAUSED | Said.HALTED:
+                pass
+            case Said.GONE if call.errand is Errand.READ:
+                seen.was_read = True
+                seen.gone_since_s = seen.gone_since_s or now_s
+                if now_s - seen.gone_since_s < GONE_GRACE_S:
+                    self._poll_error(job, reading.trouble, now_ms)
+                    return
+                why = f"Sume does not know job {job.job_id} ({reading.trouble})"
+                self._review(job, why, now_ms)
+            case Said.BAD | Said.GONE | Said.NOT_READY if call.errand is Errand.RESULT:
+                seen.want_result = reading.said is Said.BAD
+                seen.result_tries += 1
+                gave_up = reading.said is Said.GONE or seen.result_tries >= RESULT_TRIES
+                seen.result_read = gave_up
+                self._poll_error(job, reading.trouble, now_ms)
+            case Said.BAD | Said.NOT_READY | Said.GONE:
+                seen.was_read = True
+                self._poll_error(job, reading.trouble, now_ms)
+            case _:
+                assert_never(reading.said)
+
+    def _pace_reads(self, call: Call, reading: Reading, now_s: float, now_ms: int) -> None:
+        if reading.pause is not Pause.OFFLINE:
+            self._back_online(call)
+        if reading.said is Said.HALTED:
+            self._stop_for(Halt.EVERYTHING, reading.trouble)
+        elif reading.pause is Pause.OFFLINE:
+            self._go_offline(call, reading.trouble, now_s)
+        elif reading.pause is not None:
+            asked = reading.retry_after_s
+            until = self._read_gate.shut(now_s, call.sent_s, asked, self._rng)
+            self._keep_pause("read_pause", until, now_s, now_ms)
+        else:
+            self._read_gate.passed(call.sent_s)
+        left = reading.allowance
+        if left is not None and left.remaining <= len(self._flying) - self._submits_flying():
+            self._read_gate.hold(now_s + left.reset_s)
+
+    def _record_word(self, call: Call, reading: Reading, now_ms: int) -> None:
+        """Record a status word: the job goes on, needs one more read, or has ended."""
+        job, seen = call.job, self._see(call.job)
+        of_result = call.errand is Errand.RESULT
+        seen.was_read, seen.errors, seen.gone_since_s = True, 0, None
+        if of_result:
+            seen.want_result, seen.result_read = False, True
+        reading = merge(seen.last, reading, of_result)
+        if reading.status is None and not reading.ended and not seen.warned:
+            seen.warned = True
+            self._tell(
+                f"Sume says '{reading.word}', a word that is not known; it is read on", job.row
+            )
+        step = next_step(job.kind, reading, seen)
+        if step is Step.FINISH:
+            self._finish(job, reading, now_ms)
+            return
+        wait_s = 0.0
+        if step is Step.POLL:
+            wait_s = poll_wait_s(reading.hint_s or self._settings.poll_interval_s, self._rng)
+        else:
+            seen.last = reading
+        if step is Step.RESULT:
+            seen.want_result = True
+        elif step is Step.REREAD:
+            wait_s, seen.rereads = COST_REREAD_S[seen.rereads], seen.rereads + 1
+        due_ms = now_ms + round(wait_s * 1000)
+        self._changed(job, self._ledger.record_status(job, reading, now_ms, due_ms), now_ms)
+
+    def _finish(self, job: Job, reading: Reading, now_ms: int) -> None:
+        status = last_word(reading)
+        if status is Status.REVIEW:
+            self._review(job, f"Sume calls it ended, by the unknown word '{reading.word}'", now_ms)
+            return
+        note = f"Sume says: {reading.error}" if reading.error else None
+        if note is None and status is Status.COMPLETED and not reading.urls:
+            note = "Sume named no result file"
+        after = self._ledger.record_final(job, status, reading, note, now_ms)
+        self._changed(job, after, now_ms)
+
+    def _poll_error(self, job: Job, trouble: str, now_ms: int) -> None:
+        seen = self._see(job)
+        interval_s = self._settings.poll_interval_s
+        wait_s = min(max(MAX_POLL_HINT_S, interval_s), interval_s * 2.0 ** min(seen.errors, 20))
+        seen.errors += 1
+        due_ms = now_ms + round(poll_wait_s(wait_s, self._rng) * 1000)
+        after = self._ledger.record_poll_error(job, trouble, now_ms, due_ms)
+        self._changed(job, after, now_ms)
+
+    def _changed(self, before: Job, after: Job, now_ms: int) -> Job:
+        """Follow a recorded change: totals, memory, listeners."""
+        self._totals.move(before, after)
+        if after.status in FINAL or after.status is Status.REVIEW:
+            self._seen.pop(after.id, None)
+        self._said.append(Changed(before, after, now_ms))
+        return after
+
+    def _tell(self, text: str, row: str | None = None) -> None:
+        self._said.append(Notice(text, row))
+
+    # -- waiting and ending --
+
+    def _emit(self, now_ms: int) -> None:
+        """Tell the listeners what is committed."""
+        said, self._said = self._said, []
+        for event in said:
+            self._listen(event)
+        self._listen(Tick(now_ms, self._waiting_for()))
+
+    def _waiting_for(self) -> str | None:
+        now = self._clock.awake_s()
+        gates = (
+            ("offline", self._offline),
+            ("rate limit", self._submit_gate),
+            ("full queue", self._queue_gate),
+            ("read limit", self._read_gate),
+        )
+        for name, gate in gates:
+            if gate.until_s > now:
+                return f"{name}, {show_time(gate.until_s - now)}"
+        return None
+
+    def _reload(self, now_s: float) -> None:
+        """Now and then, count again: other commands change rows beside a run."""
+        if now_s - self._loaded_s >= TOTALS_RELOAD_S:
+            self._loaded_s, self._after = now_s, 0
+            fresh = self._ledger.totals()
+            self._totals.by_status = fresh.by_status
+            self._totals.cost_micros = fresh.cost_micros
+            self._totals.cost_unknown_rows = fresh.cost_unknown_rows
+
+    def _deadline_passed(self) -> bool:
+        limit = self._settings.deadline_s
+        return limit is not None and self._clock.awake_s() - self._start_s >= limit
+
+    def _closing(self, now_s: float) -> bool:
+        """Say whether nothing new is begun any more, and remember since when."""
+        everything = self._halt is not None and self._halt[0] is Halt.EVERYTHING
+        if self._signal is not None or everything or self._deadline_passed():
+            self._closing_s = now_s if self._closing_s is None else self._closing_s
+        return self._closing_s is not None
+
+    def _is_over(self) -> bool:
+        now_s = self._clock.awake_s()
+        if self._closing(now_s):
+            assert self._closing_s is not None
+            waited = now_s - self._closing_s >= SIGNAL_GRACE_S
+            return waited or self._submits_flying() == 0
+        self._give_up_late_jobs(now_s)
+        return not self._flying and not self._is_work_left()
+
+    def _give_up_late_jobs(self, now_s: float) -> None:
+        """Stop waiting for jobs past --job-deadline, once each was read in this run.
+
+        Their rows stay open: the clip still renders and is paid for.
+        """
+        limit = self._settings.job_deadline_s
+        if limit is None:
+            return
+        for id, seen in self._seen.items():
+            if seen.was_read and now_s - seen.since_s >= limit:
+                self._given_up.add(id)
+
+    def _is_work_left(self) -> bool:
+        ledger = self._ledger
+        for status in OPEN:
+            if any(job.id not in self._given_up for job in ledger.with_status(status)):
+                return True
+        if self._halt is not None:
+            return False
+        if ledger.with_status(Status.SENDING, limit=1):
+            return True
+        limit = self._settings.limit
+        spent = limit is not None and len(self._first_sends) >= limit
+        after = 0
+        while batch := ledger.with_status(Status.QUEUED, after, 1000):
+            for job in batch:
+                if self._in_scope(job) and (not spent or job.id in self._first_sends):
+                    return True
+            after = batch[-1].id
+        return False
+
+    def _wait_s(self) -> float:
+        """Return how long nothing can be due; an answer or a signal ends the wait sooner."""
+        now_s = self._clock.awake_s()
+        dues = [call.overdue_s for call in self._flying.values()]
+        if self._settings.deadline_s is not None:
+            dues.append(self._start_s + self._settings.deadline_s)
+        if self._closing_s is not None:
+            dues.append(self._closing_s + SIGNAL_GRACE_S)
+        gates = (self._offline, self._submit_gate, self._queue_gate)
+        send_s = max(self._writes.ready_s, *(gate.until_s for gate in gates))
+        replays = [seen.not_before_s for seen in self._seen.values() if seen.not_before_s]
+        dues += [send_s, *(max(send_s, at) for at in replays)]
+        due_ms = self._ledger.next_due_ms()
+        if due_ms is not None:
+            due_s = now_s + (due_ms - self._clock.wall_ms()) / 1000
+            gate_s = max(self._offline.until_s, self._read_gate.until_s)
+            dues.append(max(self._reads.ready_s, gate_s, due_s))
+        # What was due when the turn was planned waits for an answer, not for a time.
+        ahead = [due for due in dues if due > self._planned_s]
+        return max(0.0, min(TICK_S, min(ahead, default=now_s + TICK_S) - now_s))
+
+
+def _with_ids(exc: LedgerError, answers: Sequence[Answer]) -> LedgerError:
+    """Name the jobs that were accepted and could not be recorded: it is their only trace."""
+    named = [
+        f"row '{answer.call.job.row}' is job {answer.meaning.job_id}"
+        for answer in answers
+        if isinstance(answer.meaning, Outcome) and answer.meaning.job_id is not None
+    ]
+    if not named:
+        return exc
+    lost = "; ".join(named)
+    return LedgerError(
+        f"{exc}\naccepted, and not recorded: {lost}; the next run finds them by their keys"
+    )
+
+
+# --- display -----------------------------------------------------------------
+# What a person sees of the engine's events. Opens nothing and decides nothing.
+
+STYLES: Mapping[Status, str] = {
+    Status.QUEUED: "dim",
+    Status.SENDING: "yellow",
+    Status.PENDING: "cyan",
+    Status.IN_PROGRESS: "blue",
+    Status.COMPLETED: "green",
+    Status.FAILED: "red",
+    Status.CANCELLED: "magenta",
+    Status.EXPIRED: "magenta",
+    Status.REJECTED: "red",
+    Status.REVIEW: "bold yellow",
+}
+# What a person looks for first: what runs, what needs them, what ended, what waits.
+_ORDER = {
+    status: place
+    for place, status in enumerate(
+        (
+            Status.REVIEW,
+            Status.IN_PROGRESS,
+            Status.PENDING,
+            Status.SENDING,
+            Status.REJECTED,
+            Status.FAILED,
+            Status.EXPIRED,
+            Status.CANCELLED,
+            Status.COMPLETED,
+            Status.QUEUED,
+        )
+    )
+}
+# Rows that a table of a run remembers beside the ones that run.
+RECENT_ROWS = 200
+# Each column with the window width from which it is shown; the rest always are.
+_WIDE_COLUMNS = {"prompt": 60, "job id": 100, "model": 80, "seconds": 100, "trouble": 60}
+
+
+def jobs_table(jobs: Sequence[Job], now_ms: int, width: int) -> Table:
+    """Return the table of attempts, with the columns that fit a window of this width."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, expand=width >= 60, pad_edge=False)
+    shown = [name for name in _CELLS if width >= _WIDE_COLUMNS.get(name, 0)]
+    for name in shown:
+        right = name in ("seconds", "age", "cost")
+        ratio = {"prompt": 3, "trouble": 4, "job id": 2, "model": 2}.get(name)
+        table.add_column(
+            name,
+            justify="right" if right else "left",
+            ratio=ratio,
+            no_wrap=True,
+            overflow="ellipsis",
+            max_width=24 if name == "row" else None,
+        )
+    for job in jobs:
+        style = STYLES[job.status]
+        cells = [_CELLS[name](job, now_ms) for name in shown]
+        table.add_row(
+            *(
+                Text(inert(c), style if n == "status" else "")
+                for n, c in zip(shown, cells, strict=True)
+            )
+        )
+    return table
+
+
+def _age(job: Job, now_ms: int) -> str:
+    """Return how long Sume had it so far, or took for it."""
+    start = job.accepted_at or job.first_sent_at
+    return show_time(((job.finished_at or now_ms) - start) / 1000) if start else ""
+
+
+def _money(job: Job, now_ms: int) -> str:
+    if job.cost_micros is None:
+        return "unknown" if job.cost_unknown and job.status in FINAL else ""
+    return f"${show_usd(job.cost_micros)}"
+
+
+_CELLS: Mapping[str, Callable[[Job, int], str]] = {
+    "row": lambda job, now: job.row,
+    "prompt": lambda job, now: inert(job.prompt, 60),
+    "job id": lambda job, now: job.job_id or "",
+    "model": lambda job, now: job.model,
+    "seconds": lambda job, now: str(job.duration_s or ""),
+    "status": lambda job, now: job.status,
+    "age": _age,
+    "cost": _money,
+    "trouble": lambda job, now: job.note or job.trouble or "",
+}
+
+
+def totals_line(totals: Totals) -> Text:
+    """Return the counts by status, in colour, and what was spent."""
+    from rich.text import Text
+
+    line = Text()
+    for status in _ORDER:
+        if totals.by_status[status]:
+            line.append(f"{totals.by_status[status]} {status}", STYLES[status])
+            line.append("  ")
+    line.append(f"spent ${show_usd(totals.cost_micros)}")
+    if totals.cost_unknown_rows:
+        line.append(f" + {totals.cost_unknown_rows} unknown", "yellow")
+    return line
+
+
+class RunView:
+    """Follows a run's events: the rows worth showing, and how fast it goes."""
+
+    def __init__(self) -> None:
+        self.totals = Totals()
+        self.open: dict[int, Job] = {}
+        self.recent: deque[Job] = deque(maxlen=RECENT_ROWS)
+        self.start_ms = self.now_ms = 0
+        self.finished = 0
+        self.waiting: str | None = None
+
+    def follow(self, event: Event) -> None:
+        match event:
+            case Started():
+                self.totals, self.start_ms = event.totals, event.at_ms
+                self.open = {job.id: job for job in event.open_jobs}
+                self.now_ms = event.at_ms
+            case Changed(after=after):
+                self.now_ms = event.at_ms
+                self.open.pop(after.id, None)
+                if after.status in OPEN or after.status is Status.SENDING:
+                    self.open[after.id] = after
+                elif after.status is not Status.QUEUED:
+                    self.recent.appendleft(after)
+                self.finished += after.status in FINAL
+            case Tick():
+                self.now_ms, self.waiting = event.at_ms, event.waiting
+
+    def rows(self, height: int) -> list[Job]:
+        """Return what to show in so many lines: what runs on top, then what ended last."""
+        running = sorted(self.open.values(), key=lambda job: (_ORDER[job.status], job.id))
+        return [*running, *self.recent][: max(height, 0)]
+
+    def pace(self) -> str:
+        """Return how many rows a minute end, and how long the rest takes at that pace."""
+        minutes = (self.now_ms - self.start_ms) / 60_000
+        if not self.finished or minutes <= 0:
+            return ""
+        rate = self.finished / minutes
+        left = self.totals.rows - self.totals.final - self.totals.by_status[Status.REVIEW]
+        rest = f", about {show_time(left / rate * 60)} left" if left else ""
+        return f"{rate:.1f} rows/min{rest}"
+
+
+class LiveTable:
+    """The live table of a run, for a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        from rich.live import Live
+
+        self._console, self._view = console, RunView()
+        self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+        self._drawn_s = 0.0
+
+    def __enter__(self) -> LiveTable:
+        self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        # A closed terminal can no longer be drawn to; the ledger does not need it.
+        with contextlib.suppress(OSError):
+            self._live.update(self.render(), refresh=True)
+            self._live.stop()
+
+    def __call__(self, event: Event) -> None:
+        self._view.follow(event)
+        if isinstance(event, Notice):
+            from rich.text import Text
+
+            about = f"row '{event.row}': " if event.row else ""
+            self._live.console.print(Text(inert(f"{about}{event.text}", 1000), "yellow"))
+        now_s = time.monotonic()
+        if now_s - self._drawn_s >= REDRAW_S:
+            self._drawn_s = now_s
+            with contextlib.suppress(OSError):
+                self._live.update(self.render(), refresh=True)
+
+    def render(self) -> RenderableType:
+        """Return progress, counts, spent and pace, and as many rows as the window has room for."""
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        view, (width, height) = self._view, self._console.size
+        totals = view.totals
+        # The last column stays empty: some terminals wrap a full line.
+        head = Table.grid(padding=(0, 1))
+        bar = ProgressBar(
+            total=max(totals.rows, 1), completed=totals.final, width=min(40, width // 3)
+        )
+        head.add_row(bar, Text(f"{totals.final} of {totals.rows} rows final"), Text(view.pace()))
+        parts: list[RenderableType] = [head, totals_line(totals)]
+        if view.waiting:
+            parts.append(Text(f"waiting: {view.waiting}", "yellow"))
+        # Header and rule of the table, the lines above it, one for the cursor, and wraps.
+        room = height - len(parts) - 5
+        return Group(*parts, jobs_table(view.rows(room), view.now_ms, width - 1))
+
+
+class PlainLog:
+    """One line per change, and a heartbeat: for pipes, CI and dumb terminals."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write, self._view = write, RunView()
+        self._spoke_s = time.monotonic()
+
+    def __enter__(self) -> PlainLog:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+    def __call__(self, event: Event) -> None:
+        self._view.follow(event)
+        match event:
+            case Notice():
+                about = f"row '{event.row}': " if event.row else ""
+                self._say(f"{about}{event.text}", event)
+            case Changed(before=before, after=after):
+                news = after.status is not before.status or after.trouble != before.trouble
+                if news:
+                    self._say(self._line(after), event)
+            case Tick():
+                if time.monotonic() - self._spoke_s >= HEARTBEAT_S:
+                    waiting = f"; waiting: {event.waiting}" if event.waiting else ""
+                    self._say(f"{totals_line(self._view.totals).plain}{waiting}", event)
+
+    def _line(self, job: Job) -> str:
+        parts = [f"{job.row}: {job.status}"]
+        parts += [job.job_id] if job.job_id else []
+        parts += [_money(job, 0)] if job.status in FINAL and _money(job, 0) else []
+        why = job.note or job.trouble
+        return "  ".join([*parts, *([f"({why})"] if why else [])])
+
+    def _say(self, text: str, event: Event) -> None:
+        self._spoke_s = time.monotonic()
+        at_s = (self._view.now_ms or 0) / 1000
+        stamp = time.strftime("%H:%M:%S", time.localtime(at_s)) if at_s else "--:--:--"
+        self._write(f"{stamp} {inert(text, 1000)}")
+
+
+def status_json(jobs: Iterable[tuple[Job, Sequence[Output]]], totals: Totals) -> dict[str, Any]:
+    """Return what `status --format json` prints."""
+    return {
+        "totals": {
+            "rows": totals.rows,
+            "by_status": {status: totals.by_status[status] for status in Status},
+            "cost_usd": show_usd(totals.cost_micros),
+            "cost_unknown_rows": totals.cost_unknown_rows,
+        },
+        "jobs": [_job_json(job, outputs) for job, outputs in jobs],
+    }
+
+
+def _job_json(job: Job, outputs: Sequence[Output]) -> dict[str, Any]:
+    return {
+        "row": job.row,
+        "key": job.key,
+        "job_id": job.job_id,
+        "kind": job.kind,
+        "model": job.model,
+        "duration": job.duration_s,
+        "prompt": job.prompt,
+        "status": job.status,
+        "sume_status": job.sume_status,
+        "cost_usd": show_usd(job.cost_micros),
+        "attempt": job.attempt,
+        "note": job.note or job.trouble,
+        "outputs": [
+            {"url": out.url, "path": out.path, "sha256": out.sha256, "bytes": out.bytes}
+            for out in outputs
+        ],
+    }
+
+
+# --- stand-in ----------------------------------------------------------------
+# A small Sume on loopback: real sockets, keys remembered, jobs that take seconds, costs
+# from a price table. It needs no API key and spends nothing.
+
+STAND_IN_VIDEO_MICROS_PER_S = 50_000
+STAND_IN_IMAGE_MICROS = 20_000
+# Jobs that it works on at once; one more is answered with queue_full.
+STAND_IN_CAPACITY = 6
+STAND_IN_QUEUE_S = 1.0
+STAND_IN_HINT_S = 1
+
+STAND_IN_SCHEMA = (
+    """
+    CREATE TABLE IF NOT EXISTS jobs (
+        id TEXT PRIMARY KEY,
+        key TEXT NOT NULL UNIQUE,
+        kind TEXT NOT NULL,
+        body_sha256 TEXT NOT NULL,
+        cost_micros INTEGER NOT NULL,
+        accepted_ms INTEGER NOT NULL,
+        ends_ms INTEGER NOT NULL
+    )
+    """,
+    """
+    CREATE TABLE IF NOT EXISTS charges (
+        id INTEGER PRIMARY KEY,
+        job TEXT NOT NULL,
+        cost_micros INTEGER NOT NULL,
+        at_ms INTEGER NOT NULL
+    )
+    """,
+)
+STAND_IN_FIND = "SELECT id, body_sha256 FROM jobs WHERE key = :key"
+STAND_IN_JOB = "SELECT kind, cost_micros, accepted_ms, ends_ms FROM jobs WHERE id = :id"
+STAND_IN_RUNNING = "SELECT count(*) FROM jobs WHERE ends_ms > :now"
+STAND_IN_ADD = """
+    INSERT INTO jobs (id, key, kind, body_sha256, cost_micros, accepted_ms, ends_ms)
+    VALUES (:id, :key, :kind, :sha256, :cost, :now, :ends)
+"""
+STAND_IN_CHARGE = "INSERT INTO charges (job, cost_micros, at_ms) VALUES (:id, :cost, :now)"
+
+
+class StandIn:
+    """Serves a stand-in for Sume on a loopback port while it is open.
+
+    Its state is a SQLite file of its own, so what it accepted survives the death of the
+    process, as it does at the real service. It never forgets a key.
+    """
+
+    def __init__(self, state: Path) -> None:
+        """Raises LedgerError when its state file cannot be used."""
+        self._state = state
+        self._lock = threading.Lock()
+        try:
+            self._db = sqlite3.connect(state, isolation_level=None, check_same_thread=False)
+            for statement in STAND_IN_SCHEMA:
+                self._db.execute(statement)
+        except sqlite3.Error as exc:
+            raise LedgerError(f"{state}: the stand-in cannot keep its jobs there: {exc}") from exc
+        self._server = _stand_in_server(self)
+
+    def __enter__(self) -> Account:
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        port = self._server.server_address[1]
+        return Account(f"http://127.0.0.1:{port}/v1", STAND_IN, STAND_IN)
+
+    def __exit__(self, *exc: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        with self._lock:
+            self._db.close()
+
+    def answer(self, method: str, path: str, key: str, body: bytes) -> tuple[int, dict[str, Any]]:
+        """Return status and JSON for a request; one at a time, like its database."""
+        now = time.time_ns() // 1_000_000
+        with self._lock:
+            if method == "POST" and path in ("/v1/videos", "/v1/images"):
+                return self._submit("image" if path == "/v1/images" else "video", key, body, now)
+            match = re.fullmatch(r"/v1/(?:videos|jobs)/(job_\w+)(/status|/result)?", path)
+            line = match and self._db.execute(STAND_IN_JOB, {"id": match[1]}).fetchone()
+            if not match or not line:
+                return 404, _stand_in_error("not_found", "no such job")
+            return self._job(match[1], match[2] == "/result", line, now)
+
+    def _submit(self, kind: Kind, key: str, body: bytes, now: int) -> tuple[int, dict[str, Any]]:
+        sha256 = hashlib.sha256(body).hexdigest()
+        there = self._db.execute(STAND_IN_FIND, {"key": key}).fetchone()
+        running = self._db.execute(STAND_IN_RUNNING, {"now": now}).fetchone()[0]
+        if there is None and running >= STAND_IN_CAPACITY:
+            return 429, _stand_in_error("queue_full", f"{running} jobs are running")
+        if there is not None and there[1] != sha256:
+            return 409, _stand_in_error("idempotency_key_reused", "another body has this key")
+        id = there[0] if there else f"job_{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+        if there is None:
+            self._accept(id, kind, key, body, sha256, now)
+            running += 1
+        room = STAND_IN_CAPACITY - running
+        return 202, {
+            "data": {"job": {"id": id, "status": "QUEUED"}, "idempotency_hit": bool(there)},
+            "generation_limits": {"queue_capacity_remaining": room},
+        }
+
+    def _accept(self, id: str, kind: Kind, key: str, body: bytes, sha256: str, now: int) -> None:
+        asked = json.loads(body).get("duration")
+        seconds = asked if isinstance(asked, int) else 5
+        video = kind == "video"
+        cost = seconds * STAND_IN_VIDEO_MICROS_PER_S if video else STAND_IN_IMAGE_MICROS
+        # Two to six seconds, told by the key: the same run looks the same again.
+        takes_ms = 2000 + int(sha256[:4], 16) % 4000
+        facts = {"id": id, "key": key, "kind": kind, "sha256": sha256, "cost": cost, "now": now}
+        self._db.execute("BEGIN IMMEDIATE")
+        self._db.execute(STAND_IN_ADD, facts | {"ends": now + takes_ms})
+        self._db.execute(STAND_IN_CHARGE, {"id": id, "cost": cost, "now": now})
+        self._db.execute("COMMIT")
+
+    def _job(self, id: str, result: bool, line: Any, now: int) -> tuple[int, dict[str, Any]]:
+        kind, cost, accepted, ends = line
+        if now < ends:
+            if result:
+                return 409, _stand_in_error("job_not_completed", "it is still running")
+            queued = now < accepted + STAND_IN_QUEUE_S * 1000
+            status = "pending" if queued else "in_progress"
+            return 200, {"id": id, "status": status, "next_poll_after_seconds": STAND_IN_HINT_S}
+        name = f"{id}.mp4" if kind == "video" else f"{id}.png"
+        url = f"https://media.invalid/artifacts/{name}"
+        usage = {"cost": cost / 1_000_000, "captured_usd_micros": cost, "status": "captured"}
+        artifacts = {"result": {"artifacts": [{"url": url}]}} if result else {}
+        return 200, {"id": id, "status": "completed", "usage": usage, "url": url} | artifacts
+
+
+def _stand_in_error(code: str, message: str) -> dict[str, Any]:
+    return {"error": {"code": code, "message": f"stand-in: {message}"}}
+
+
+def _stand_in_server(stand_in: StandIn) -> ThreadingHTTPServer:
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        # Small answers must not wait for the next acknowledgement.
+        disable_nagle_algorithm = True
+
+        def do_GET(self) -> None:
+            self._serve()
+
+        def do_POST(self) -> None:
+            self._serve()
+
+        def _serve(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            key = self.headers.get("Idempotency-Key") or ""
+            code, data = stand_in.answer(self.command, self.path, key, body)
+            text = json.dumps(data).encode()
+            self.send_response(code)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """A stand-in says nothing: the run's own display does."""
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            """A client that hung up is no news."""
+
+    return Server(("127.0.0.1", 0), Handler)
+
+
+def stand_in_state(ledger: Path) -> Path:
+    """Return where a simulated ledger's stand-in keeps its jobs: beside the ledger."""
+    return ledger.with_name(f"{ledger.stem}.stand-in.db")
+
+
+# --- cli ---------------------------------------------------------------------
+# Commands, flags and the one boundary where errors become a line and an exit code.
+
+
+class ErrorBoundary(TyperGroup):
+    """Turns our errors into one line on stderr and their exit code; no traceback leaves."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SumeResumeError as exc:
+            _complain(f"error: {exc}")
+            raise typer.Exit(exc.exit_code) from exc
+        except KeyboardInterrupt as exc:
+            _complain("interrupted")
+            raise typer.Exit(Exit.INTERRUPTED) from exc
+        except BrokenPipeError as exc:
+            # The reader of a pipe has what it wanted (| head). Python would complain once
+            # more when it flushes at its end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(Exit.DONE) from exc
+        except Exception as exc:
+            if type(exc).__module__.partition(".")[0] in ("typer", "click"):
+                raise
+            _complain(_internal_error(exc))
+            raise typer.Exit(Exit.INTERNAL) from exc
+
+
+def _complain(text: str) -> None:
+    with contextlib.suppress(OSError):
+        for line in text.splitlines():
+            print(inert(line, 2000), file=sys.stderr)
+
+
+def _internal_error(exc: Exception) -> str:
+    """Say where the fault is, and nothing that could hold a secret or a row's text."""
+    last = exc.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    place = f"{last.tb_frame.f_code.co_name}:{last.tb_lineno}" if last else "?"
+    return (
+        f"error: a fault in sume-resume {__version__}: {type(exc).__name__} in {place}."
+        " The ledger is safe; run the same command again, and please report this line"
+    )
+
+
+app = typer.Typer(
+    cls=ErrorBoundary,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    pretty_exceptions_show_locals=False,
+    help="Buy AI clips from Sume in batches, each exactly once, and finish after any kill.",
+    epilog="\b\n" + EXIT_CODES,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"sume-resume {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Options that belong to no command."""
+
+
+def _number(least: float, what: str) -> Callable[[str | None], float | None]:
+    """Return a parser of a number that must not be below `least`."""
+
+    def parse(text: str | None) -> float | None:
+        try:
+            value = float(text or "")
+        except ValueError:
+            value = -1.0
+        if not least <= value < 1e9:
+            raise typer.BadParameter(f"expected {what}")
+        return value
+
+    return parse
+
+
+def _time(text: str) -> float:
+    try:
+        return parse_time(text)
+    except UsageError as exc:
+        raise typer.BadParameter(str(exc)) from exc
+
+
+def _option(*names: str, help: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, show_default=False, **more)
+
+
+_PER_MINUTE = {"parser": _number(0, "a number, 0 for no limit"), "metavar": "N"}
+_TIME = {"parser": _time, "metavar": "TIME"}
+
+DbOption = Annotated[
+    str | None,
+    _option(
+        "--db",
+        envvar="SUME_RESUME_DB",
+        metavar="FILE",
+        help="The ledger (default jobs.db; simulated.db with --simulate).",
+    ),
+]
+ModelOption = Annotated[
+    str | None, _option("--model", help=f"Model of rows that name none (default {DEFAULT_MODEL}).")
+]
+DurationOption = Annotated[
+    int | None, _option("--duration", min=1, help="Seconds of rows that name none.")
+]
+KindOption = Annotated[
+    str | None,
+    _option("--kind", metavar="video|image", help="Kind of rows that name none (default video)."),
+]
+SetOption = Annotated[
+    list[str] | None,
+    _option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="Another body field for rows that do not have it; may be given again.",
+    ),
+]
+TakeOption = Annotated[
+    int, _option("--take", min=1, help="Buy rows without an id once more, as take N.")
+]
+NamespaceOption = Annotated[
+    str | None,
+    _option(
+        "--namespace",
+        metavar="NAME",
+        help="Fixes the keys of a new ledger, so that a lost one makes the same keys again.",
+    ),
+]
+
+
+def _ledger_path(db: str | None, simulate: bool = False) -> Path:
+    if db and re.match(r"postgres(ql)?://", db):
+        raise UsageError("--db: Postgres is not in this version yet; name a file")
+    return Path(db or (DEFAULT_SIMULATED_LEDGER if simulate else DEFAULT_LEDGER))
+
+
+def _defaults(
+    model: str | None, duration: int | None, kind: str | None, sets: list[str] | None, take: int
+) -> Defaults:
+    """Check the flags that fill in what rows leave out. Raises UsageError."""
+    values: dict[str, Any] = {}
+    for text in sets or []:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip():
+            raise UsageError(f"--set '{inert(text, 60)}': write NAME=VALUE")
+        if name in ("id", "prompt", "model", "duration", "kind"):
+            raise UsageError(f"--set {name}: this field has its own flag, or belongs in the row")
+        if name in values:
+            raise UsageError(f"--set {inert(name, 60)}: given twice")
+        values[name] = typed(name, value)
+    values |= {n: v for n, v in (("model", model), ("duration", duration)) if v is not None}
+    for name, value in (values | ({"kind": kind} if kind is not None else {})).items():
+        if expected := _expected(name, value):
+            raise UsageError(f"--{name}: expected {expected}, got {_shown(value)}")
+    return Defaults(cast("Kind | None", kind), values, take)
+
+
+def _check_namespace(namespace: str | None) -> str | None:
+    if namespace is not None and inert(namespace, 200) != namespace.strip() != "":
+        raise UsageError("--namespace: expected plain text of 1 to 200 characters")
+    return namespace
+
+
+@contextlib.contextmanager
+def _opened(file: str) -> Iterator[BinaryIO]:
+    """Open an input that can be read twice; stdin and pipes are kept aside first."""
+    import shutil
+    import tempfile
+
+    try:
+        if file != "-" and stat.S_ISREG(os.stat(file).st_mode):
+            with open(file, "rb") as stream:
+                yield stream
+            return
+        with tempfile.TemporaryFile() as aside:
+            if file == "-":
+                shutil.copyfileobj(sys.stdin.buffer, aside)
+            else:
+                with open(file, "rb") as pipe:
+                    shutil.copyfileobj(pipe, aside)
+            aside.seek(0)
+            yield cast(BinaryIO, aside)
+    except OSError as exc:
+        if isinstance(exc, BrokenPipeError | FileExistsError):
+            raise
+        raise UsageError(f"{inert(file, 200)}: cannot be read: {exc.strerror}") from exc
+
+
+def add_rows(
+    path: Path, stream: BinaryIO, name: str, defaults: Defaults, namespace: str | None
+) -> Added:
+    """Add an input to a ledger, which is made if there is none. All its rows, or none.
+
+    Raises InputError or UsageError with nothing changed, LedgerError when the ledger
+    cannot be used.
+    """
+
+    def fill(ledger: Ledger) -> Added:
+        stream.seek(0)
+        log = InputLog()
+        rows = read_rows(stream, name, defaults, log)
+        added = ledger.record_added(rows, log, Clock().wall_ms())
+        if not added.rows:
+            raise InputError([f"{inert(name, 200)}: has no rows"])
+        return added
+
+    if not path.exists():
+        with contextlib.suppress(FileExistsError):
+            return create_ledger(path, namespace or secrets.token_hex(8), fill)
+    with open_ledger(path) as ledger:
+        made_with = ledger.meta("namespace")
+        if namespace not in (None, made_with):
+            raise UsageError(
+                f"--namespace: {path} was made with '{made_with}', and its keys keep it;"
+                " leave the flag out, or name another --db"
+            )
+        return fill(ledger)
+
+
+def _say_added(added: Added, path: Path) -> None:
+    there = ""
+    if added.existing:
+        there = (
+            f"; {added.existing} were there already and are not bought again"
+            " (another id or --take buys another)"
+        )
+    _complain(f"{path}: {added.new} rows added{there}")
+
+
+@app.command(epilog="\b\n" + EXIT_CODES)
+def add(
+    file: Annotated[
+        str | None,
+        typer.Argument(help="JSONL, JSON array or CSV; - for stdin.", show_default=False),
+    ] = None,
+    prompt: Annotated[str | None, _option("--prompt", help="One row, in place of a file.")] = None,
+    id: Annotated[str | None, _option("--id", help="The id of that row.")] = None,
+    db: DbOption = None,
+    model: ModelOption = None,
+    duration: DurationOption = None,
+    kind: KindOption = None,
+    set: SetOption = None,
+    take: TakeOption = 1,
+    namespace: NamespaceOption = None,
+) -> None:
+    """Add rows to the ledger and send nothing. Needs no network and no API key.
+
+    Example: sume-resume add clips.jsonl --model seedance-2.5 --duration 5
+    """
+    import io
+
+    path, defaults = _ledger_path(db), _defaults(model, duration, kind, set, take)
+    if (file is None) == (prompt is None) or (id is not None and prompt is None):
+        raise UsageError("name a FILE, or give --prompt (and --id) for one row")
+    if prompt is not None:
+        row = {"prompt": prompt} | ({"id": id} if id is not None else {})
+        line = json.dumps(row).encode() + b"\n"
+        added = add_rows(path, io.BytesIO(line), "--prompt", defaults, _check_namespace(namespace))
+    else:
+        assert file is not None
+        with _opened(file) as stream:
+            added = add_rows(path, stream, file, defaults, _check_namespace(namespace))
+    _say_added(added, path)
+
+
+@app.command(epilog="\b\n" + EXIT_CODES)
+def run(
+    file: Annotated[
+        str | None,
+        typer.Argument(
+            help="Rows to add first: JSONL, JSON array or CSV; - for stdin.", show_default=False
+        ),
+    ] = None,
+    db: DbOption = None,
+    model: ModelOption = None,
+    duration: DurationOption = None,
+    kind: KindOption = None,
+    set: SetOption = None,
+    take: TakeOption = 1,
+    namespace: NamespaceOption = None,
+    limit: Annotated[int | None, _option("--limit", min=0, help="Send at most N new rows.")] = None,
+    deadline: Annotated[
+        float | None,
+        _option("--deadline", help="End the run after this time; jobs go on.", **_TIME),
+    ] = None,
+    job_deadline: Annotated[
+        float | None, _option("--job-deadline", help="Wait for each job at most so long.", **_TIME)
+    ] = None,
+    poll_interval: Annotated[
+        float | None,
+        _option("--poll-interval", help="Time between reads of a job (default 15s).", **_TIME),
+    ] = None,
+    writes_per_minute: Annotated[
+        float, _option("--writes-per-minute", help="Submits a minute (default 120).", **_PER_MINUTE)
+    ] = WRITES_PER_MINUTE,
+    reads_per_minute: Annotated[
+        float, _option("--reads-per-minute", help="Reads a minute (default 600).", **_PER_MINUTE)
+    ] = READS_PER_MINUTE,
+    concurrency: Annotated[
+        int, _option("--concurrency", min=1, max=64, help="HTTP requests at once (default 8).")
+    ] = CONCURRENCY,
+    key_ttl: Annotated[
+        float | None,
+        _option("--key-ttl", help="How long Sume surely knows a key (default 24h).", **_TIME),
+    ] = None,
+    adopt_account: Annotated[
+        bool, _option("--adopt-account", help="This other API key is of the same account.")
+    ] = False,
+    simulate: Annotated[
+        bool, _option("--simulate", help="Run against a stand-in on this machine; buys nothing.")
+    ] = False,
+) -> None:
+    """Add FILE's rows, send what is queued, and poll until every row is final.
+
+    Running it again resumes: nothing is bought twice.
+
+    Example: sume-resume run clips.jsonl --model seedance-2.5 --deadline 2h
+    """
+    path, defaults = (_ledger_path(db, simulate), _defaults(model, duration, kind, set, take))
+    if key_ttl is not None and key_ttl <= POST_DEADLINE_S:
+        raise UsageError(
+            f"--key-ttl: must be above {show_time(POST_DEADLINE_S)}, the time of a submit"
+        )
+    given = defaults.fields or kind or take > 1 or namespace
+    if file is None and given:
+        raise UsageError("flags about input (--model, --set, ...) need a FILE")
+    if file is None and not path.exists():
+        raise UsageError(f"no ledger {path} and no FILE; name a file of rows: sume-resume run FILE")
+    account = None if simulate else account_from(os.environ)
+    settings = Settings(
+        poll_interval_s=poll_interval
+        or (SIMULATED_POLL_INTERVAL_S if simulate else POLL_INTERVAL_S),
+        writes_per_minute=writes_per_minute,
+        reads_per_minute=reads_per_minute,
+        concurrency=concurrency,
+        key_ttl_s=key_ttl or (None if simulate else KEY_TTL_S),
+        deadline_s=deadline,
+        job_deadline_s=job_deadline,
+        limit=limit,
+    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(RunLock(path))
+        scope = None
+        if file is not None:
+            stream = stack.enter_context(_opened(file))
+            added = add_rows(path, stream, file, defaults, _check_namespace(namespace))
+            scope = added.rows
+            _say_added(added, path)
+        ledger = stack.enter_context(open_ledger(path))
+        ledger.quick_check()
+        if account is None:
+            account = stack.enter_context(StandIn(stand_in_state(path)))
+        code = run_ledger(ledger, account, settings, scope, adopt_account, file)
+    raise typer.Exit(code)
+
+
+def run_ledger(
+    ledger: Ledger,
+    account: Account,
+    settings: Settings,
+    scope: set[str] | None,
+    adopt: bool,
+    file: str | None,
+) -> Exit:
+    """Run a ledger to its end, with a display and signal handling; return the exit code."""
+    clock = Clock()
+    make_api = client_factory(account, clock)
+    admit(ledger, account, adopt, clock.wall_ms())
+    workers = Workers(make_api, clock, settings.concurrency)
+    with _display() as listen:
+        engine = Engine(ledger, workers, clock, settings, scope=scope, listen=listen)
+        with _signals(engine):
+            try:
+                ending = engine.run()
+            finally:
+                workers.close()
+    return _summarize(ledger, ending, scope, file)
+
+
+def _display() -> LiveTable | PlainLog:
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveTable(console)
+    return PlainLog(_complain)
+
+
+@contextlib.contextmanager
+def _signals(engine: Engine) -> Iterator[None]:
+    """Let the first signal end the run in order, and the second one at once."""
+    seen = False
+
+    def handle(signum: int, frame: object) -> None:
+        nonlocal seen
+        if seen:
+            # The live table has hidden the cursor, and nothing after this shows it again.
+            if sys.stderr.isatty():
+                os.write(2, b"\x1b[?25h\n")
+            os._exit(128 + signum)
+        seen = True
+        engine.stop(signum)
+
+    names = ("SIGINT", "SIGTERM", "SIGHUP")
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# A summary names so many rows of each sort; `status` shows them all.
+SUMMARY_ROWS = 10
+
+
+def _summarize(ledger: Ledger, ending: Ending, scope: set[str] | None, file: str | None) -> Exit:
+    """Say how the run ended, what still runs at Sume and what helps; return the exit code."""
+    _complain(totals_line(ledger.totals()).plain)
+    mine: Counter[Status] = Counter()
+    named: dict[Status, list[str]] = {}
+    outside = 0
+    for job in ledger.latest():
+        if scope is not None and job.row not in scope:
+            outside += job.status is Status.QUEUED
+            _name(named, Status.QUEUED, job.row) if job.status is Status.QUEUED else None
+            continue
+        mine[job.status] += 1
+        if job.status not in (Status.QUEUED, Status.COMPLETED):
+            _name(named, job.status, f"{job.row} ({job.job_id or job.note or job.trouble})")
+    for status in (Status.REVIEW, Status.REJECTED, Status.FAILED, Status.EXPIRED):
+        if named.get(status):
+            _complain(f"{status}: {', '.join(named[status])}")
+    if outside:
+        _complain(
+            f"not sent, because they are not in {file}: {', '.join(named[Status.QUEUED])}"
+            " (run without a file sends them)"
+        )
+    return _verdict(ending, mine, [n for s in OPEN for n in named.get(s, [])])
+
+
+def _name(named: dict[Status, list[str]], status: Status, text: str) -> None:
+    names = named.setdefault(status, [])
+    if len(names) < SUMMARY_ROWS:
+        names.append(text)
+    elif len(names) == SUMMARY_ROWS:
+        names.append("… (sume-resume status shows all)")
+
+
+def _verdict(ending: Ending, mine: Counter[Status], running: Sequence[str]) -> Exit:
+    unfinished = sum(n for status, n in mine.items() if status not in FINAL | {Status.REVIEW})
+    if unfinished:
+        why = "a deadline or limit was reached"
+        if ending.signal is not None:
+            why = f"stopped by {signal.Signals(ending.signal).name}"
+        elif ending.halt is not None:
+            why = ending.halt
+        _complain(f"unfinished: {unfinished} rows ({why})")
+        if running:
+            _complain(f"still running at Sume, and paid for: {', '.join(running)}")
+        _complain("run the same command again to finish; nothing is bought twice")
+    if ending.signal is not None:
+        return Exit(128 + ending.signal)
+    if ending.halt is not None:
+        return Exit.ACCOUNT
+    if mine[Status.REVIEW]:
+        return Exit.REVIEW
+    if unfinished:
+        return Exit.UNFINISHED
+    return Exit.DONE if mine.total() == mine[Status.COMPLETED] else Exit.NOT_ALL_COMPLETED
+
+
+# A table longer than this is no help to a reader, and slow to lay out.
+STATUS_TABLE_ROWS = 1000
+PIPE_WIDTH = 200
+
+
+@app.command(epilog="\b\n" + EXIT_CODES)
+def status(
+    rows: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ROW]...", help="Row ids or job ids.", show_default=False),
+    ] = None,
+    db: DbOption = None,
+    format: Annotated[
+        str, _option("--format", metavar="table|json", help="Default: table.")
+    ] = "table",
+) -> None:
+    """Show rows and totals from the ledger. Needs no network and no API key.
+
+    Example: sume-resume status --format json | jq '.totals'
+    """
+    if format not in ("table", "json"):
+        raise UsageError(f"--format: expected table or json, got '{inert(format, 40)}'")
+    with open_ledger(_ledger_path(db)) as ledger:
+        jobs = [_find(ledger, row) for row in rows] if rows else ledger.latest()
+        if format == "json":
+            pairs = ((job, ledger.outputs(job)) for job in jobs)
+            print(json.dumps(status_json(pairs, ledger.totals()), indent=2))
+        else:
+            _print_table(jobs, ledger.totals())
+
+
+def _find(ledger: Ledger, name: str) -> Job:
+    job = ledger.job_of_row(name) or ledger.holder(name)
+    if job is None:
+        raise UsageError(f"{ledger.path}: no row or job '{inert(name, 60)}'")
+    return job
+
+
+def _print_table(jobs: Iterable[Job], totals: Totals) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PIPE_WIDTH)
+    shown = []
+    for job in jobs:
+        shown.append(job)
+        if len(shown) > STATUS_TABLE_ROWS:
+            break
+    more = len(shown) > STATUS_TABLE_ROWS
+    console.print(jobs_table(shown[:STATUS_TABLE_ROWS], Clock().wall_ms(), console.width))
+    if more:
+        console.print(f"… the first {STATUS_TABLE_ROWS} rows; --format json shows all")
+    console.print(totals_line(totals))
+
+
+# --- end ---------------------------------------------------------------------
+
+
+def main() -> None:
+    """Run the command line. Text that a console cannot show is replaced, never an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    app(prog_name="sume-resume")
+
+
+if __name__ == "__main__":
+    main()
