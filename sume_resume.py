@@ -3458,8 +3458,11 @@ class Engine:
     def _closing(self, now_s: float) -> bool:
         """Say whether nothing new is begun any more, and remember since when."""
         everything = self._halt is not None and self._halt[0] is Halt.EVERYTHING
-        if self._signal is not None or everything or self._deadline_passed():
-            self._closing_s = now_s if self._closing_s is None else self._closing_s
+        ending = self._signal is not None or everything or self._deadline_passed()
+        if ending and self._closing_s is None:
+            self._closing_s = now_s
+            if self._submits_flying():
+                self._tell("stopping; waiting for the submits that are on their way")
         return self._closing_s is not None
 
     def _is_over(self) -> bool:
@@ -3586,6 +3589,8 @@ def jobs_table(jobs: Sequence[Job], now_ms: int, width: int) -> Table:
 
     table = Table(box=box.SIMPLE_HEAD, expand=width >= 60, pad_edge=False)
     shown = [name for name in _CELLS if width >= _WIDE_COLUMNS.get(name, 0)]
+    if not any(job.note or job.trouble for job in jobs):
+        shown = [name for name in shown if name != "trouble"]
     for name in shown:
         right = name in ("seconds", "age", "cost")
         ratio = {"prompt": 3, "trouble": 4, "job id": 2, "model": 2}.get(name)
@@ -3744,9 +3749,11 @@ class LiveTable:
         parts: list[RenderableType] = [head, totals_line(totals)]
         if view.waiting:
             parts.append(Text(f"waiting: {view.waiting}", "yellow"))
-        # Header and rule of the table, the lines above it, one for the cursor, and wraps.
-        room = height - len(parts) - 5
-        return Group(*parts, jobs_table(view.rows(room), view.now_ms, width - 1))
+        # The table has four lines beside its rows; one more stays empty for the cursor,
+        # since a terminal writes ^C where it stands.
+        room = height - len(parts) - 6
+        table = jobs_table(view.rows(room), view.now_ms, width - 1)
+        return Group(*parts, table, Text(""))
 
 
 class PlainLog:
