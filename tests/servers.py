@@ -232,7 +232,7 @@ def _serve(sume: FakeSume) -> ThreadingHTTPServer:
         def _send(self, reply: Reply) -> None:
             raw = isinstance(reply.body, bytes)
             text = reply.body if raw else json.dumps(reply.body).encode()
-            self.send_response(reply.code)
+            self.send_response_only(reply.code)
             for name, value in ({"Content-Type": "application/json"} | reply.headers).items():
                 self.send_header(name, value)
             if not reply.lengthless:
