@@ -1261,11 +1261,9 @@ def last_word(reading: Reading) -> Status:
     return reading.status
 
 
-def backoff_s(
-    step: int, rng: random.Random, *, base_s: float = BACKOFF_BASE_S, cap_s: float
-) -> float:
+def backoff_s(step: int, rng: random.Random, cap_s: float) -> float:
     """Return the wait after `step` failures in a row: exponential, full jitter, capped."""
-    most = min(cap_s, base_s * 2.0 ** min(step, 30))
+    most = min(cap_s, BACKOFF_BASE_S * 2.0 ** min(step, 30))
     return max(min(BACKOFF_FLOOR_S, most), rng.uniform(0.0, most))
 
 
@@ -1612,7 +1610,7 @@ class Gate:
         the pause and does not raise the backoff. Returns the end of the pause.
         """
         if sent_s >= self._shut_at_s:
-            wait = backoff_s(self.step, rng, cap_s=self.cap_s)
+            wait = backoff_s(self.step, rng, self.cap_s)
             self.step += 1
             self._shut_at_s = now_s
         else:
@@ -2391,11 +2389,14 @@ def create_ledger(path: Path, namespace: str, fill: Callable[[Ledger], Added]) -
     """Make a new ledger with its first rows, all or nothing, and never over another file.
 
     It is built under a temporary name and gets its own when it is whole, so an empty
-    file is never a ledger. Raises InputError from `fill`, FileExistsError when another
+    file is never a ledger. The caller holds the RunLock: what has the temporary name
+    was left by a kill. Raises InputError from `fill`, FileExistsError when another
     process was first, LedgerError when the file cannot be made.
     """
-    new = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.new")
+    new = path.with_name(f".{path.name}.new")
     try:
+        for left in (new, new.with_name(f"{new.name}-journal")):
+            left.unlink(missing_ok=True)
         # SQLite gives its journal the mode of the file: readable by the owner alone.
         os.close(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         try:
@@ -3214,7 +3215,7 @@ class Engine:
             case _:
                 seen.doubts += outcome.doubtful
                 if outcome.landing is Landing.UNKNOWN:
-                    wait = backoff_s(seen.errors, self._rng, cap_s=BACKOFF_CAP_S)
+                    wait = backoff_s(seen.errors, self._rng, BACKOFF_CAP_S)
                     seen.not_before_s = now_s + max(wait, outcome.retry_after_s or 0.0)
                     seen.errors += 1
                 self._changed(job, self._ledger.record_unanswered(job, trouble, now_ms), now_ms)
@@ -3981,7 +3982,12 @@ def _stand_in_server(stand_in: StandIn) -> ThreadingHTTPServer:
             self._serve()
 
         def _serve(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            length = int(self.headers.get("Content-Length") or 0)
+            body = self.rfile.read(length)
+            if len(body) < length:
+                # The client died in the middle of its request: nothing was asked.
+                self.close_connection = True
+                return
             key = self.headers.get("Idempotency-Key") or ""
             code, data = stand_in.answer(self.command, self.path, key, body)
             text = json.dumps(data).encode()
@@ -4177,10 +4183,9 @@ def _defaults(
     return Defaults(cast("Kind | None", kind), values, take)
 
 
-def _check_namespace(namespace: str | None) -> str | None:
-    if namespace is not None and inert(namespace, 200) != namespace.strip() != "":
+def _check_namespace(namespace: str | None) -> None:
+    if namespace is not None and (namespace == "" or inert(namespace, 200) != namespace):
         raise UsageError("--namespace: expected plain text of 1 to 200 characters")
-    return namespace
 
 
 @contextlib.contextmanager
@@ -4274,15 +4279,16 @@ def add(
     path, defaults = _ledger_path(db), _defaults(model, duration, kind, set, take)
     if (file is None) == (prompt is None) or (id is not None and prompt is None):
         raise UsageError("name a FILE, or give --prompt (and --id) for one row")
-    if prompt is not None:
-        row = {"prompt": prompt} | ({"id": id} if id is not None else {})
-        line = json.dumps(row).encode() + b"\n"
-        added = add_rows(path, io.BytesIO(line), "--prompt", defaults, _check_namespace(namespace))
-    else:
-        assert file is not None
-        with _opened(file) as stream:
-            added = add_rows(path, stream, file, defaults, _check_namespace(namespace))
-    _say_added(added, path)
+    _check_namespace(namespace)
+    with contextlib.ExitStack() as stack:
+        if not path.exists():
+            stack.enter_context(RunLock(path))
+        if file is not None:
+            stream = stack.enter_context(_opened(file))
+        else:
+            row = {"prompt": prompt} | ({"id": id} if id is not None else {})
+            stream = io.BytesIO(json.dumps(row).encode())
+        _say_added(add_rows(path, stream, file or "--prompt", defaults, namespace), path)
 
 
 @app.command(epilog="\b\n" + EXIT_CODES)
@@ -4348,6 +4354,7 @@ def run(
         raise UsageError("flags about input (--model, --set, ...) need a FILE")
     if file is None and not path.exists():
         raise UsageError(f"no ledger {path} and no FILE; name a file of rows: sume-resume run FILE")
+    _check_namespace(namespace)
     account = None if simulate else account_from(os.environ)
     settings = Settings(
         poll_interval_s=poll_interval
@@ -4365,7 +4372,7 @@ def run(
         scope = None
         if file is not None:
             stream = stack.enter_context(_opened(file))
-            added = add_rows(path, stream, file, defaults, _check_namespace(namespace))
+            added = add_rows(path, stream, file, defaults, namespace)
             scope = added.rows
             _say_added(added, path)
         ledger = stack.enter_context(open_ledger(path))

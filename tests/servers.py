@@ -214,7 +214,12 @@ def _serve(sume: FakeSume) -> ThreadingHTTPServer:
         do_POST = do_GET
 
         def _serve(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            length = int(self.headers.get("Content-Length") or 0)
+            body = self.rfile.read(length)
+            if len(body) < length:
+                # The client died in the middle of its request: nothing was asked.
+                self.close_connection = True
+                return
             headers = {name.lower(): value for name, value in self.headers.items()}
             try:
                 reply = sume.answer(Request(self.command, self.path, headers, body))
