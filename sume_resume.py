@@ -142,8 +142,9 @@ WRITES_PER_MINUTE = 120.0
 READS_PER_MINUTE = 600.0
 # Exactly the allowed pace trips a sliding window whenever a request arrives early.
 BUDGET_SHARE = 0.985
-# A scheduler wakes some ms late; so much lateness is made up for, never more.
-BUDGET_CREDIT_S = 0.02
+# A scheduler wakes some ms late; so much lateness is made up for, and less than the share
+# that is kept free in the shortest window that servers use, a second.
+BUDGET_CREDIT_S = 0.01
 CONCURRENCY = 8
 
 POLL_INTERVAL_S = 15.0
@@ -181,7 +182,8 @@ MAX_ROW_ID_CHARS = 200
 MAX_NOTE_CHARS = 300
 MAX_USAGE_CHARS = 2000
 MAX_INPUT_ERRORS = 10
-MAX_MICROS = 2**63 - 1
+# A million dollars for one clip is no price; sums of a million rows still fit 64 bits.
+MAX_MICROS = 10**12
 
 # SQLite waits so long for another writer before it says "locked".
 BUSY_TIMEOUT_MS = 5000
@@ -315,9 +317,9 @@ def inert(text: object, limit: int = MAX_NOTE_CHARS) -> str:
 # What a key looks like (sume-api.md 1.1), an auth header, and the query of a URL: a
 # server's error text or an exception may hold any of them.
 _SECRETS = (
-    (re.compile(r"sume_(?:live|test)_\w+"), "[key]"),
-    (re.compile(r"(?i)\b(bearer|x-api-key:?)\s+\S+"), r"\1 [key]"),
-    (re.compile(r"(?i)(https?://)[^\s/@\"']*@"), r"\1"),
+    (re.compile(r"sume_(?:live|test)_[\w-]+"), "[key]"),
+    (re.compile(r"(?i)\b((?:bearer|basic|x-api-key)(?:\s*:\s*|\s+))\S+"), r"\1[key]"),
+    (re.compile(r"(?i)(https?://)[^\s/\"']*@"), r"\1"),
     (re.compile(r"(?i)(https?://[^\s?\"'<>]+)\?[^\s\"'<>]*"), r"\1"),
 )
 
@@ -338,7 +340,7 @@ def parse_time(text: str) -> float:
 
     Raises UsageError for anything else, and for a time of zero or less.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", text.strip())
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d)", text.strip())
     seconds = float(match[1]) * TIME_UNITS[match[2]] if match else 0.0
     if not 0 < seconds < 1e9:
         raise UsageError(f"'{inert(text, 40)}' is not a time: write 0.2s, 90s, 30m, 2h")
@@ -632,14 +634,20 @@ def cost_of(usage: object) -> Cost:
     if not isinstance(usage, dict):
         return Cost(None, None, None)
     found: dict[str, int] = {}
+    odd: set[str] = set()
     for name, value in usage.items():
         match = _MONEY_FIELD.fullmatch(str(name))
         micros = _whole_micros(value, match[2]) if match else None
-        if match and micros is not None and (match[2] == "micros" or match[1] not in found):
+        if match and micros is None and value is not None:
+            odd.add(match[1])
+        elif match and micros is not None and (match[2] == "micros" or match[1] not in found):
             found[match[1]] = micros
     said = usage.get("status", usage.get("usage_status"))
     state = inert(said, 40).lower() if isinstance(said, str) else None
     raw = json.dumps(usage, default=str)[:MAX_USAGE_CHARS]
+    if odd & {"captured", "refunded"}:
+        # What was given back cannot be read, so what it cost in the end is not known.
+        return Cost(None, state, raw)
     if "captured" in found:
         refunded = found.get("refunded", 0)
         micros = max(0, found["captured"] - refunded)
@@ -752,12 +760,20 @@ def parse_reply(code: int, headers: Mapping[str, str], body: bytes) -> Reply:
     """Read a body tolerantly: money as exact decimals, anything unreadable as a flaw."""
     lower = {name.lower(): value for name, value in headers.items()}
     try:
-        data = json.loads(body, parse_float=Decimal, parse_constant=str)
+        data = json.loads(body, parse_float=_exact, parse_constant=str)
     except (ValueError, RecursionError):
         page = body.lstrip()[:1] == b"<"
         flaw = "a web page instead of JSON" if page else "no JSON"
         return Reply(code, lower, None, flaw if body else "an empty answer")
     return Reply(code, lower, data)
+
+
+def _exact(text: str) -> Decimal | str:
+    """Return a JSON number as it is written; one beyond all bounds stays text."""
+    try:
+        return Decimal(text)
+    except ArithmeticError:
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -874,7 +890,9 @@ class Allowance:
 
 def allowance_of(headers: Mapping[str, str]) -> Allowance | None:
     """Read RateLimit-Remaining and -Reset, their X- twins, or the one-header draft form."""
-    pairs = dict(re.findall(r"\b([rt])=(\d{1,9})\b", headers.get("ratelimit", "")))
+    policies = headers.get("ratelimit", "").split(",")
+    read = [dict(re.findall(r"\b([rt])=([0-9]{1,9})\b", policy)) for policy in policies]
+    pairs = min(read, key=lambda pair: int(pair.get("r", MAX_MICROS)))
     remaining = headers.get("ratelimit-remaining", headers.get("x-ratelimit-remaining"))
     reset = headers.get("ratelimit-reset", headers.get("x-ratelimit-reset"))
     left, back = pairs.get("r", remaining), pairs.get("t", reset)
@@ -1120,6 +1138,9 @@ def reading_of(answer: Reply | Failure, of_result: bool = False) -> Reading:
             return Reading(said=Said.HALTED, trouble=f"{text}; check SUME_API_KEY")
         case 404 | 410 if error and not _ROUTE.search(error.code):
             return Reading(said=Said.GONE, trouble=text)
+        case 404 | 405 | 410 if of_result:
+            # Not every kind of job need have a result route; the job itself was read.
+            return Reading(said=Said.GONE, trouble=text)
         case 409 if error and "not_completed" in error.code:
             return Reading(said=Said.NOT_READY, trouble=text)
         case status if status in (404, 405, 410) or 300 <= status < 400:
@@ -1209,14 +1230,14 @@ class Seen:
     last: Reading | None = None
 
 
-def merge(last: Reading | None, new: Reading, of_result: bool) -> Reading:
+def merge(last: Reading | None, new: Reading) -> Reading:
     """Join what two answers say of a job that has ended: a cost or a file once named stays.
 
-    A result that is read for its files does not take a last word back.
+    Answers can overtake each other, so an older word never takes a last one back.
     """
     if last is None:
         return new
-    word = last if of_result and new.status not in FINAL else new
+    word = new if last.status not in FINAL and new.status in FINAL else last
     return replace(
         word,
         cost=new.cost if new.cost.micros is not None else last.cost,
@@ -1240,9 +1261,9 @@ def next_step(kind: Kind, reading: Reading, seen: Seen) -> Step:
     A completed row without a URL (an image always) has its result read once; one without
     a cost is read again three times, since Sume may book it a moment later.
     """
-    if reading.ended:
-        return Step.FINISH if reading.urls or seen.result_read else Step.RESULT
-    if reading.status is not Status.COMPLETED:
+    if reading.ended and not reading.urls:
+        return Step.FINISH if seen.result_read else Step.RESULT
+    if reading.status is not Status.COMPLETED and not reading.ended:
         return Step.FINISH if reading.status in FINAL else Step.POLL
     if not seen.result_read and (kind == "image" or not reading.urls):
         return Step.RESULT
@@ -1835,7 +1856,10 @@ SQL_DUE = """
     ORDER BY next_poll_at
     LIMIT :limit
 """
-SQL_NEXT_DUE = "SELECT min(next_poll_at) FROM jobs WHERE next_poll_at IS NOT NULL"
+SQL_DUE_SPAN = """
+    SELECT (SELECT min(next_poll_at) FROM jobs WHERE next_poll_at IS NOT NULL),
+           (SELECT max(next_poll_at) FROM jobs WHERE next_poll_at IS NOT NULL)
+"""
 SQL_COUNTS = "SELECT status, count(*) FROM jobs WHERE latest = 1 GROUP BY status"
 SQL_MONEY = """
     SELECT coalesce(sum(cost_micros), 0),
@@ -2063,8 +2087,10 @@ class Ledger:
         """Return the open attempts whose time to be read has come, longest due first."""
         return self._jobs(SQL_DUE, now=now_ms, horizon=horizon_ms, limit=limit)
 
-    def next_due_ms(self) -> int | None:
-        return cast("int | None", self._one(SQL_NEXT_DUE)[0])
+    def next_due_ms(self, horizon_ms: int) -> int | None:
+        """Return when the next read is due; 0 where a due time lies beyond the horizon."""
+        first, last = self._one(SQL_DUE_SPAN)
+        return 0 if last is not None and last > horizon_ms else cast("int | None", first)
 
     def latest(self, batch: int = 1000) -> Iterator[Job]:
         """Yield every row's latest attempt, in order; no read stays open between batches."""
@@ -3134,10 +3160,10 @@ class Engine:
         reading = len(self._flying) - self._submits_flying()
         if free <= 0 or self._reads.ready_s > now_s:
             return
-        skip = len(self._flying) + len(self._given_up)
-        horizon_s = max(MAX_POLL_HINT_S, self._settings.poll_interval_s) * (1 + POLL_JITTER)
-        for job in self._ledger.due(now_ms, now_ms + round(horizon_s * 1000), free + skip):
-            if job.id in self._flying or job.id in self._given_up:
+        held = {id for id, seen in self._seen.items() if seen.not_before_s > now_s}
+        skip = len(self._flying) + len(self._given_up) + len(held)
+        for job in self._ledger.due(now_ms, now_ms + self._horizon_ms(), free + skip):
+            if job.id in self._flying or job.id in self._given_up or job.id in held:
                 continue
             if not (
                 free > 0
@@ -3152,6 +3178,11 @@ class Engine:
             call = Call(errand=errand, job=job, sent_s=now_s, before=job)
             self._flying[job.id] = call
             yield call
+
+    def _horizon_ms(self) -> int:
+        """Return the longest wait there is: what is due later is due now, the clock moved."""
+        longest_s = max(MAX_POLL_HINT_S, self._settings.poll_interval_s) * (1 + POLL_JITTER)
+        return round(longest_s * 1000)
 
     def _submits_flying(self) -> int:
         return sum(call.errand is Errand.SUBMIT for call in self._flying.values())
@@ -3322,7 +3353,10 @@ class Engine:
         match reading.said:
             case Said.STATUS:
                 self._record_word(call, reading, now_ms)
-            case Said.PAUSED | Said.HALTED:
+            case Said.PAUSED:
+                # Another row is the next probe: one job's trouble must not stop the rest.
+                seen.not_before_s = now_s + self._settings.poll_interval_s
+            case Said.HALTED:
                 pass
             case Said.GONE if call.errand is Errand.READ:
                 seen.was_read = True
@@ -3333,10 +3367,10 @@ class Engine:
                 why = f"Sume does not know job {job.job_id} ({reading.trouble})"
                 self._review(job, why, now_ms)
             case Said.BAD | Said.GONE | Said.NOT_READY if call.errand is Errand.RESULT:
-                seen.want_result = reading.said is Said.BAD
                 seen.result_tries += 1
-                gave_up = reading.said is Said.GONE or seen.result_tries >= RESULT_TRIES
-                seen.result_read = gave_up
+                gone = reading.said is Said.GONE
+                seen.result_read = gone or seen.result_tries >= RESULT_TRIES
+                seen.want_result = reading.said is Said.BAD and not seen.result_read
                 self._poll_error(job, reading.trouble, now_ms)
             case Said.BAD | Said.NOT_READY | Said.GONE:
                 seen.was_read = True
@@ -3368,7 +3402,7 @@ class Engine:
         seen.was_read, seen.errors, seen.gone_since_s = True, 0, None
         if of_result:
             seen.want_result, seen.result_read = False, True
-        reading = merge(seen.last, reading, of_result)
+        reading = merge(seen.last, reading)
         if reading.status is None and not reading.ended and not seen.warned:
             seen.warned = True
             self._tell(
@@ -3380,7 +3414,7 @@ class Engine:
             return
         wait_s = 0.0
         if step is Step.POLL:
-            wait_s = poll_wait_s(reading.hint_s or self._settings.poll_interval_s, self._rng)
+            wait_s = poll_wait_s(self._hinted_s(reading), self._rng)
         else:
             seen.last = reading
         if step is Step.RESULT:
@@ -3389,6 +3423,11 @@ class Engine:
             wait_s, seen.rereads = COST_REREAD_S[seen.rereads], seen.rereads + 1
         due_ms = now_ms + round(wait_s * 1000)
         self._changed(job, self._ledger.record_status(job, reading, now_ms, due_ms), now_ms)
+
+    def _hinted_s(self, reading: Reading) -> float:
+        """Return Sume's hint; one below a second only where a person asked for less."""
+        interval_s = self._settings.poll_interval_s
+        return max(reading.hint_s, min(1.0, interval_s)) if reading.hint_s else interval_s
 
     def _finish(self, job: Job, reading: Reading, now_ms: int) -> None:
         status = last_word(reading)
@@ -3518,9 +3557,10 @@ class Engine:
         send_s = max(self._writes.ready_s, *(gate.until_s for gate in gates))
         replays = [seen.not_before_s for seen in self._seen.values() if seen.not_before_s]
         dues += [send_s, *(max(send_s, at) for at in replays)]
-        due_ms = self._ledger.next_due_ms()
+        now_ms = self._clock.wall_ms()
+        due_ms = self._ledger.next_due_ms(now_ms + self._horizon_ms())
         if due_ms is not None:
-            due_s = now_s + (due_ms - self._clock.wall_ms()) / 1000
+            due_s = now_s + (due_ms - now_ms) / 1000
             gate_s = max(self._offline.until_s, self._read_gate.until_s)
             dues.append(max(self._reads.ready_s, gate_s, due_s))
         # What was due when the turn was planned waits for an answer, not for a time.
