@@ -66,7 +66,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -219,7 +219,6 @@ class Exit(enum.IntEnum):
 
 EXIT_CODES = """\
 Exit codes:
-
   0  every row is completed
   1  all rows final, some not completed
   2  usage or input error; nothing was changed
@@ -521,6 +520,7 @@ class Totals:
     by_status: Counter[Status] = field(default_factory=Counter)
     cost_micros: int = 0
     cost_unknown_rows: int = 0
+    cost_known_rows: int = 0
 
     @property
     def rows(self) -> int:
@@ -530,11 +530,17 @@ class Totals:
     def final(self) -> int:
         return sum(self.by_status[status] for status in FINAL)
 
+    def become(self, fresh: Totals) -> None:
+        """Take over the numbers of a fresh count."""
+        for name in self.__slots__:
+            setattr(self, name, getattr(fresh, name))
+
     def move(self, before: Job, after: Job) -> None:
         """Follow one change of one attempt."""
         self.by_status[before.status] -= 1
         self.by_status[after.status] += 1
         self.cost_micros += (after.cost_micros or 0) - (before.cost_micros or 0)
+        self.cost_known_rows += (after.cost_micros is not None) - (before.cost_micros is not None)
         self.cost_unknown_rows += after.cost_unknown - before.cost_unknown
 
 
@@ -665,6 +671,13 @@ def show_usd(micros: int | None) -> str | None:
     if micros is None:
         return None
     return f"{micros // 1_000_000}.{micros % 1_000_000:06}"
+
+
+def spent_usd(totals: Totals) -> str | None:
+    """Return what is known to be spent; None while nothing is, and something may be."""
+    if totals.cost_unknown_rows and not totals.cost_known_rows:
+        return None
+    return show_usd(totals.cost_micros)
 
 
 # --- decisions ---------------------------------------------------------------
@@ -1345,19 +1358,20 @@ def read_rows(stream: BinaryIO, name: str, defaults: Defaults, log: InputLog) ->
             continue
         own_id = row.get("id")
         own = {k: v for k, v in row.items() if k != "id" and not _unset(k, v)}
-        try:
-            text = canonical(own)
-        except (ValueError, RecursionError):
-            log.add(place, "a field is no valid Unicode, too large a number, or too deep")
+        bad = [name for name, value in own.items() if _unusable(name) or _unusable(value)]
+        for name in bad:
+            log.add(place, f"{inert(name, 60)}: {_UNUSABLE}")
+        if bad:
             continue
+        text = canonical(own)
         if own_id is None:
             digest = hashlib.sha256(text.encode()).digest()[:12]
             equals[digest] += 1
             own_id = row_id(text, equals[digest], defaults.take)
-        first = ids.setdefault(str(own_id), line)
-        if first != line:
-            log.add(place, f"id: '{inert(own_id, 60)}' is also on line {first}")
+        if str(own_id) in ids:
+            log.add(place, f"id: '{inert(own_id, 60)}' is also on line {ids[str(own_id)]}")
             continue
+        ids[str(own_id)] = line
         try:
             yield build_row(str(own_id), own, text, place, defaults)
         except InputError as exc:
@@ -1391,6 +1405,20 @@ def check_fields(row: Mapping[str, Any]) -> list[str]:
         if expected:
             problems.append(f"{inert(name, 60)}: expected {expected}, got {_shown(value)}")
     return problems
+
+
+_UNUSABLE = "expected valid Unicode, finite numbers and less nesting"
+
+
+def _unusable(value: object) -> bool:
+    """Say whether a value that was read cannot be written as JSON again."""
+    if isinstance(value, int | None):
+        return False
+    try:
+        canonical(value)
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 def _unset(name: str, value: object) -> bool:
@@ -1434,37 +1462,36 @@ def _shown(value: object) -> str:
 # A number and its line as text; bytes that are no UTF-8 come as lone surrogates.
 TextLine = tuple[int, str]
 _JSON_FILES = {".json", ".jsonl", ".ndjson"}
+_BOM = b"\xef\xbb\xbf"
 
 
 def _lines_of(stream: BinaryIO, name: str) -> Iterator[Line]:
     """Pick the format by the file's extension, else by its first character."""
-    lines = _text_lines(stream)
-    first = next((line for line in lines if line[1].strip()), None)
-    if first is None:
+    head = stream.read(4096)
+    stream.seek(0)
+    if b"\0" in head.partition(b"\n")[0] or head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        yield 1, "the text is UTF-16 or binary; save it as UTF-8"
         return
-    number, text = first
-    if "\0" in text or text[:2] in ("\udcff\udcfe", "\udcfe\udcff"):
-        yield number, "the text is UTF-16 or binary; save it as UTF-8"
-        return
-    lines, start = chain([first], lines), text.lstrip()[:1]
-    suffix = Path(name).suffix.lower()
-    if suffix == ".csv" or (suffix not in _JSON_FILES and start not in "{["):
-        yield from _csv_rows(lines)
-    elif start == "[":
-        yield from _array_rows(lines)
+    suffix, start = Path(name).suffix.lower(), head.removeprefix(_BOM).lstrip()[:1]
+    if suffix == ".csv" or (suffix not in _JSON_FILES and start not in (b"{", b"[", b"")):
+        yield from _csv_rows(_text_lines(stream, name))
+    elif start == b"[":
+        text = stream.read().removeprefix(_BOM).decode("utf-8", "surrogateescape")
+        yield from _array_rows(text)
     else:
-        yield from _json_lines(lines)
+        yield from _json_lines(_text_lines(stream, name))
 
 
-def _text_lines(stream: BinaryIO) -> Iterator[TextLine]:
+def _text_lines(stream: BinaryIO, name: str) -> Iterator[TextLine]:
     """Split on line feeds only: U+2028 and its like are text inside a JSON string."""
     number = 0
     while line := stream.readline(MAX_LINE_BYTES):
         number += 1
         if len(line) == MAX_LINE_BYTES:
-            raise InputError([f"line {number} is longer than {MAX_LINE_BYTES} bytes"])
+            place = f"{inert(name, 200)}:{number}"
+            raise InputError([f"{place}: the line is longer than {MAX_LINE_BYTES} bytes"])
         if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")
+            line = line.removeprefix(_BOM)
         yield number, line.decode("utf-8", "surrogateescape")
 
 
@@ -1476,24 +1503,22 @@ def _json_lines(lines: Iterable[TextLine]) -> Iterator[Line]:
 
 
 def _json_row(text: str) -> dict[str, Any] | str:
-    value = _parse_json(text)
-    if isinstance(value, str | dict):
-        return value
-    return f"expected a JSON object, got {_shown(value[0])}"
-
-
-def _parse_json(text: str) -> dict[str, Any] | list[Any] | str:
-    """Return an object, any other value in a list, or what is wrong as text."""
     if _BAD_BYTES.search(text):
         return "the text is not UTF-8"
     try:
-        value = json.loads(text, object_pairs_hook=_no_twins, parse_constant=_no_constant)
-    except json.JSONDecodeError as exc:
-        return f"not valid JSON: {exc.msg} at column {exc.colno}"
+        value = _DECODER.decode(text)
     except (ValueError, RecursionError) as exc:
-        reason = "nested too deep" if isinstance(exc, RecursionError) else str(exc)
-        return f"not usable JSON: {inert(reason, 100)}"
-    return value if isinstance(value, dict) else [value]
+        return _json_flaw(exc)
+    return value if isinstance(value, dict) else f"expected a JSON object, got {_shown(value)}"
+
+
+def _json_flaw(exc: Exception) -> str:
+    match exc:
+        case json.JSONDecodeError():
+            return f"not valid JSON: {exc.msg} at column {exc.colno}"
+        case RecursionError():
+            return "not usable JSON: nested too deep"
+    return f"not usable JSON: {inert(exc, 100)}"
 
 
 _BAD_BYTES = re.compile("[\udc80-\udcff]")
@@ -1511,16 +1536,59 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON value")
 
 
-def _array_rows(lines: Iterable[TextLine]) -> Iterator[Line]:
-    """A JSON array is read whole; its rows are counted from 1 in place of lines."""
-    value = _parse_json("".join(text for _, text in lines))
-    if isinstance(value, str):
-        yield 1, value
-        return
-    items = value[0] if isinstance(value, list) else [value]
-    for number, item in enumerate(items, 1):
-        good = isinstance(item, dict)
-        yield number, item if good else f"expected a JSON object, got {_shown(item)}"
+_DECODER = json.JSONDecoder(object_pairs_hook=_no_twins, parse_constant=_no_constant)
+# Finds the end of a value that the strict one refuses for what it says.
+_LAX_DECODER = json.JSONDecoder()
+_GAP = re.compile(r"[ \t\r\n]*")
+
+
+def _array_rows(text: str) -> Iterator[Line]:
+    """Take a JSON array apart, one row at a time, each with the line that it starts on."""
+    at, line, counted, expected = 0, 1, 0, "["
+    while True:
+        at = _skip(text, at)
+        mark = text[at : at + 1]
+        line, counted = line + text.count("\n", counted, at), at
+        if mark == "]" and expected != "[":
+            rest = text[_skip(text, at + 1) :]
+            if rest:
+                yield line, f"not valid JSON: {_shown(rest[:20])} after the end of the array"
+            return
+        if mark != expected:
+            yield line, f"not valid JSON: expected '{expected}'"
+            return
+        at = _skip(text, at + 1)
+        if expected == "[" and text[at : at + 1] == "]":
+            expected = ","
+            continue
+        line, counted = line + text.count("\n", counted, at), at
+        expected = ","
+        try:
+            item, end = _array_item(text, at)
+        except (ValueError, RecursionError) as exc:
+            broken = exc.pos if isinstance(exc, json.JSONDecodeError) else at
+            yield line + text.count("\n", at, broken), _json_flaw(exc)
+            return
+        yield line, item
+        at = end
+
+
+def _skip(text: str, at: int) -> int:
+    gap = _GAP.match(text, at)
+    return gap.end() if gap else at
+
+
+def _array_item(text: str, at: int) -> tuple[dict[str, Any] | str, int]:
+    """Return the row at a place, or what is wrong with it, and where it ends."""
+    try:
+        item, end = _DECODER.raw_decode(text, at)
+    except json.JSONDecodeError:
+        raise
+    except ValueError as exc:
+        return _json_flaw(exc), _LAX_DECODER.raw_decode(text, at)[1]
+    if _BAD_BYTES.search(text, at, end):
+        return "the text is not UTF-8", end
+    return item if isinstance(item, dict) else f"expected a JSON object, got {_shown(item)}", end
 
 
 def _csv_rows(lines: Iterable[TextLine]) -> Iterator[Line]:
@@ -1552,6 +1620,8 @@ def _csv_rows(lines: Iterable[TextLine]) -> Iterator[Line]:
 
 
 def _header_flaw(header: Sequence[str]) -> str | None:
+    if any(_BAD_BYTES.search(name) for name in header):
+        return "the text is not UTF-8"
     twice = [name for name, n in Counter(header).items() if n > 1]
     if twice:
         return f"the column '{inert(twice[0], 60)}' is there twice"
@@ -1574,10 +1644,23 @@ def typed(name: str, text: str) -> Any:
     """Read a CSV cell or a --set value: a valid JSON value is typed, the rest is text."""
     if name in _ALWAYS_TEXT:
         return text
-    value = _parse_json(text)
-    if isinstance(value, str):
+    try:
+        return _DECODER.decode(text)
+    except (ValueError, RecursionError):
         return text
-    return value[0] if isinstance(value, list) else value
+
+
+def is_same(job: Job, row: NewRow) -> bool:
+    """Say whether an input row is the one that an attempt was made from.
+
+    Its own fields are compared, never the built body; `kind` only where it is written.
+    """
+    if job.own == row.own:
+        return True
+    had, has = json.loads(job.own), json.loads(row.own)
+    had.pop("kind", None)
+    same_kind = has.pop("kind", job.kind) == job.kind
+    return same_kind and canonical(had) == canonical(has)
 
 
 def clash(job: Job, row: NewRow) -> str | None:
@@ -1586,7 +1669,7 @@ def clash(job: Job, row: NewRow) -> str | None:
         return None
     built = json.loads(job.body) | {"kind": job.kind}
     for name, value in row.given.items():
-        if name not in built or built[name] != value:
+        if name not in built or canonical(built[name]) != canonical(value):
             had = _shown(built[name]) if name in built else "none"
             return (
                 f"{inert(name, 60)}: row '{job.row}' was built with {had} and {_shown(value)}"
@@ -1864,7 +1947,8 @@ SQL_COUNTS = "SELECT status, count(*) FROM jobs WHERE latest = 1 GROUP BY status
 SQL_MONEY = """
     SELECT coalesce(sum(cost_micros), 0),
            coalesce(sum(cost_micros IS NULL AND first_sent_at IS NOT NULL
-                        AND status <> :rejected), 0)
+                        AND status <> :rejected), 0),
+           count(cost_micros)
     FROM jobs
 """
 SQL_EVER_SENT = "SELECT 1 FROM jobs WHERE first_sent_at IS NOT NULL LIMIT 1"
@@ -2101,8 +2185,7 @@ class Ledger:
 
     def totals(self) -> Totals:
         counts = Counter({Status(s): n for s, n in self._all(SQL_COUNTS)})
-        cost, unknown = self._one(SQL_MONEY, rejected=Status.REJECTED)
-        return Totals(counts, cost, unknown)
+        return Totals(counts, *self._one(SQL_MONEY, rejected=Status.REJECTED))
 
     def ever_sent(self) -> bool:
         return self._one(SQL_EVER_SENT) is not None
@@ -2152,11 +2235,12 @@ class Ledger:
                 added.existing += 1
                 there = self.job_of_row(row.row)
                 assert there is not None
-                if there.own != row.own:
+                if not is_same(there, row):
                     log.add(
                         row.source,
-                        f"row '{row.row}' is in the ledger with other content (from"
-                        f" {there.source}); take the change back, or give it a new id",
+                        f"row '{row.row}' (attempt {there.attempt}, {there.status}) is in the"
+                        f" ledger with other content, from {there.source}; take the change back,"
+                        " or give it a new id",
                     )
                 elif problem := clash(there, row):
                     log.add(row.source, problem)
@@ -2563,7 +2647,7 @@ def account_from(environ: Mapping[str, str]) -> Account:
         raise UsageError("SUME_API_KEY holds a space or a character that no key has")
     mode = environ.get("SUME_API_AUTH_MODE", "").strip().lower() or "bearer"
     if mode not in AUTH_MODES:
-        raise UsageError(f"SUME_API_AUTH_MODE is '{inert(mode, 40)}'; write bearer or x-api-key")
+        raise UsageError("SUME_API_AUTH_MODE must be bearer or x-api-key")
     text = environ.get("SUME_API_BASE_URL", "").strip() or DEFAULT_BASE_URL
     try:
         parts = urlsplit(text)
@@ -2671,15 +2755,27 @@ class Sume:
                         return Failure(Miss.UNKNOWN, f"an answer over {MAX_ANSWER_BYTES} bytes")
                     if self._clock.awake_s() > limit_s:
                         return Failure(Miss.UNKNOWN, f"no whole answer in {deadline_s:.0f} s")
-                # A server may echo the key in an error: it is taken out before it is read.
-                clean = bytes(body).replace(self._account.api_key.encode(), b"[key]")
-                return parse_reply(response.status_code, response.headers, clean)
+                reply = parse_reply(response.status_code, response.headers, bytes(body))
+                # A server may echo the key in an error: it goes no further than here.
+                return replace(reply, data=_without(reply.data, self._account.api_key))
         except _Held:
             return Failure(Miss.STALE, "held back: the key is too old to be sent")
         except Exception as exc:
             failure = classify(exc)
             text = failure.text.replace(self._account.api_key, "[key]")
             return Failure(failure.miss, quiet(text))
+
+
+def _without(data: Any, secret: str) -> Any:
+    """Return JSON data with a secret taken out of all its text, names included."""
+    match data:
+        case str():
+            return data.replace(secret, "[key]")
+        case list():
+            return [_without(item, secret) for item in data]
+        case dict():
+            return {_without(k, secret): _without(v, secret) for k, v in data.items()}
+    return data
 
 
 def classify(exc: Exception) -> Failure:
@@ -2895,13 +2991,17 @@ class Workers:
         thread.start()
 
     def _work(self) -> None:
-        api = self._make_api()
-        try:
-            while (call := self._calls.get()) is not None:
-                self._answers.put(perform(api, call, self._clock))
-                if call.overrun:
-                    return
-        finally:
+        api: Sume | None = None
+        while (call := self._calls.get()) is not None:
+            try:
+                api = api or self._make_api()
+                answer = perform(api, call, self._clock)
+            except Exception as exc:
+                answer = no_answer(call, f"no client could be made ({type(exc).__name__})")
+            self._answers.put(answer)
+            if call.overrun:
+                break
+        if api is not None:
             api.close()
 
 
@@ -2938,6 +3038,8 @@ class Ending:
     signal: int | None = None
     halt: str | None = None
     deadline: bool = False
+    # Submits that Sume answered with a job it had already, by the key.
+    hits: int = 0
 
 
 class Engine:
@@ -2981,6 +3083,7 @@ class Engine:
         self._closing_s: float | None = None
         self._start_s = self._loaded_s = self._planned_s = clock.awake_s()
         self._told_offline = False
+        self._hits = 0
 
     # -- life of a run --
 
@@ -3001,7 +3104,8 @@ class Engine:
                 answers = self._workers.wait(self._wait_s())
         except LedgerError as exc:
             raise _with_ids(exc, answers) from exc
-        return Ending(self._signal, self._halt[1] if self._halt else None, self._deadline_passed())
+        halt = self._halt[1] if self._halt else None
+        return Ending(self._signal, halt, self._deadline_passed(), self._hits)
 
     def stop(self, signum: int) -> None:
         """Begin to stop, from a signal handler: submits in flight are still recorded."""
@@ -3256,6 +3360,7 @@ class Engine:
         wait_s = poll_wait_s(self._settings.poll_interval_s, self._rng)
         # A job that Sume knew already may have ended long ago.
         due_ms = now_ms if outcome.hit else now_ms + round(wait_s * 1000)
+        self._hits += outcome.hit
         after = self._ledger.record_accepted(job, outcome.job_id, now_ms, due_ms, outcome.hit)
         self._changed(job, after, now_ms)
         if after.status is Status.REVIEW:
@@ -3486,10 +3591,7 @@ class Engine:
         """Now and then, count again: other commands change rows beside a run."""
         if now_s - self._loaded_s >= TOTALS_RELOAD_S:
             self._loaded_s, self._after = now_s, 0
-            fresh = self._ledger.totals()
-            self._totals.by_status = fresh.by_status
-            self._totals.cost_micros = fresh.cost_micros
-            self._totals.cost_unknown_rows = fresh.cost_unknown_rows
+            self._totals.become(self._ledger.totals())
 
     def _deadline_passed(self) -> bool:
         limit = self._settings.deadline_s
@@ -3663,7 +3765,8 @@ def _age(job: Job, now_ms: int) -> str:
 
 def _money(job: Job, now_ms: int) -> str:
     if job.cost_micros is None:
-        return "unknown" if job.cost_unknown and job.status in FINAL else ""
+        ended = job.status in FINAL or job.status is Status.REVIEW
+        return "unknown" if job.cost_unknown and ended else ""
     return f"${show_usd(job.cost_micros)}"
 
 
@@ -3689,9 +3792,12 @@ def totals_line(totals: Totals) -> Text:
         if totals.by_status[status]:
             line.append(f"{totals.by_status[status]} {status}", STYLES[status])
             line.append("  ")
-    line.append(f"spent ${show_usd(totals.cost_micros)}")
+    spent = spent_usd(totals)
+    if spent is not None:
+        line.append(f"spent ${spent}")
     if totals.cost_unknown_rows:
-        line.append(f" + {totals.cost_unknown_rows} unknown", "yellow")
+        before = " + " if spent is not None else "spent: "
+        line.append(f"{before}{totals.cost_unknown_rows} of unknown cost", "yellow")
     return line
 
 
@@ -3739,6 +3845,17 @@ class RunView:
         return f"{rate:.1f} rows/min{rest}"
 
 
+def make_console(**options: Any) -> Console:
+    """Return a console that falls silent when its reader is gone: no run ends for that."""
+    from rich.console import Console
+
+    class Patient(Console):
+        def on_broken_pipe(self) -> None:
+            self.quiet = True
+
+    return Patient(highlight=False, **options)
+
+
 class LiveTable:
     """The live table of a run, for a terminal."""
 
@@ -3765,7 +3882,8 @@ class LiveTable:
             from rich.text import Text
 
             about = f"row '{event.row}': " if event.row else ""
-            self._live.console.print(Text(inert(f"{about}{event.text}", 1000), "yellow"))
+            with contextlib.suppress(OSError):
+                self._live.console.print(Text(inert(f"{about}{event.text}", 1000), "yellow"))
         now_s = time.monotonic()
         if now_s - self._drawn_s >= REDRAW_S:
             self._drawn_s = now_s
@@ -3775,26 +3893,28 @@ class LiveTable:
     def render(self) -> RenderableType:
         """Return progress, counts, spent and pace, and as many rows as the window has room for."""
         from rich.console import Group
+        from rich.constrain import Constrain
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
         view, (width, height) = self._view, self._console.size
         totals = view.totals
-        # The last column stays empty: some terminals wrap a full line.
-        head = Table.grid(padding=(0, 1))
-        bar = ProgressBar(
-            total=max(totals.rows, 1), completed=totals.final, width=min(40, width // 3)
-        )
-        head.add_row(bar, Text(f"{totals.final} of {totals.rows} rows final"), Text(view.pace()))
-        parts: list[RenderableType] = [head, totals_line(totals)]
+        bar = ProgressBar(total=max(totals.rows, 1), completed=totals.final, width=width // 3)
+        head = Text(f"{totals.final} of {totals.rows} rows final  {view.pace()}".rstrip())
+        grid = Table.grid(padding=(0, 1))
+        grid.add_row(bar, head)
+        parts: list[RenderableType] = [grid if width >= 60 else head, totals_line(totals)]
         if view.waiting:
             parts.append(Text(f"waiting: {view.waiting}", "yellow"))
+        # The last column stays empty: some terminals wrap a full line.
         # The table has four lines beside its rows; one more stays empty for the cursor,
-        # since a terminal writes ^C where it stands.
-        room = height - len(parts) - 6
+        # since a terminal writes ^C where it stands. In a narrow window lines wrap.
+        options = self._console.options.update(width=max(width - 1, 1))
+        above = self._console.render_lines(Group(*parts), options, pad=False)
+        room = height - len(above) - 6
         table = jobs_table(view.rows(room), view.now_ms, width - 1)
-        return Group(*parts, table, Text(""))
+        return Constrain(Group(*parts, table, Text("")), width - 1)
 
 
 class PlainLog:
@@ -3845,7 +3965,7 @@ def status_json(jobs: Iterable[tuple[Job, Sequence[Output]]], totals: Totals) ->
         "totals": {
             "rows": totals.rows,
             "by_status": {status: totals.by_status[status] for status in Status},
-            "cost_usd": show_usd(totals.cost_micros),
+            "cost_usd": spent_usd(totals),
             "cost_unknown_rows": totals.cost_unknown_rows,
         },
         "jobs": [_job_json(job, outputs) for job, outputs in jobs],
@@ -4071,9 +4191,7 @@ class ErrorBoundary(TyperGroup):
             _complain("interrupted")
             raise typer.Exit(Exit.INTERRUPTED) from exc
         except BrokenPipeError as exc:
-            # The reader of a pipe has what it wanted (| head). Python would complain once
-            # more when it flushes at its end.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            # The reader of a pipe has what it wanted (| head).
             raise typer.Exit(Exit.DONE) from exc
         except Exception as exc:
             if type(exc).__module__.partition(".")[0] in ("typer", "click"):
@@ -4220,6 +4338,8 @@ def _defaults(
     for name, value in (values | ({"kind": kind} if kind is not None else {})).items():
         if expected := _expected(name, value):
             raise UsageError(f"--{name}: expected {expected}, got {_shown(value)}")
+        if _unusable(value):
+            raise UsageError(f"--set {inert(name, 60)}: {_UNUSABLE}")
     return Defaults(cast("Kind | None", kind), values, take)
 
 
@@ -4228,35 +4348,38 @@ def _check_namespace(namespace: str | None) -> None:
         raise UsageError("--namespace: expected plain text of 1 to 200 characters")
 
 
-@contextlib.contextmanager
-def _opened(file: str) -> Iterator[BinaryIO]:
+def _open_input(file: str, stack: contextlib.ExitStack) -> BinaryIO:
     """Open an input that can be read twice; stdin and pipes are kept aside first."""
     import shutil
     import tempfile
 
     try:
         if file != "-" and stat.S_ISREG(os.stat(file).st_mode):
-            with open(file, "rb") as stream:
-                yield stream
-            return
-        with tempfile.TemporaryFile() as aside:
-            if file == "-":
-                shutil.copyfileobj(sys.stdin.buffer, aside)
-            else:
-                with open(file, "rb") as pipe:
-                    shutil.copyfileobj(pipe, aside)
-            aside.seek(0)
-            yield cast(BinaryIO, aside)
-    except OSError as exc:
-        if isinstance(exc, BrokenPipeError | FileExistsError):
-            raise
-        raise UsageError(f"{inert(file, 200)}: cannot be read: {exc.strerror}") from exc
+            return stack.enter_context(open(file, "rb"))
+        aside: BinaryIO = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        if file == "-":
+            shutil.copyfileobj(sys.stdin.buffer, aside)
+        else:
+            with open(file, "rb") as pipe:
+                shutil.copyfileobj(pipe, aside)
+    except (OSError, ValueError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else "not a file name"
+        raise UsageError(f"{inert(file, 200)}: cannot be read: {reason}") from exc
+    aside.seek(0)
+    return aside
 
 
 def add_rows(
-    path: Path, stream: BinaryIO, name: str, defaults: Defaults, namespace: str | None
+    path: Path,
+    stream: BinaryIO,
+    name: str,
+    defaults: Defaults,
+    namespace: str | None,
+    at_ms: int | None = None,
 ) -> Added:
     """Add an input to a ledger, which is made if there is none. All its rows, or none.
+
+    `at_ms` is the time to record, now if not given.
 
     Raises InputError or UsageError with nothing changed, LedgerError when the ledger
     cannot be used.
@@ -4266,7 +4389,7 @@ def add_rows(
         stream.seek(0)
         log = InputLog()
         rows = read_rows(stream, name, defaults, log)
-        added = ledger.record_added(rows, log, Clock().wall_ms())
+        added = ledger.record_added(rows, log, Clock().wall_ms() if at_ms is None else at_ms)
         if not added.rows:
             raise InputError([f"{inert(name, 200)}: has no rows"])
         return added
@@ -4324,7 +4447,7 @@ def add(
         if not path.exists():
             stack.enter_context(RunLock(path))
         if file is not None:
-            stream = stack.enter_context(_opened(file))
+            stream = _open_input(file, stack)
         else:
             row = {"prompt": prompt} | ({"id": id} if id is not None else {})
             stream = io.BytesIO(json.dumps(row).encode())
@@ -4395,7 +4518,9 @@ def run(
     if file is None and not path.exists():
         raise UsageError(f"no ledger {path} and no FILE; name a file of rows: sume-resume run FILE")
     _check_namespace(namespace)
+    clock = Clock()
     account = None if simulate else account_from(os.environ)
+    make_api = client_factory(account, clock) if account else None
     settings = Settings(
         poll_interval_s=poll_interval
         or (SIMULATED_POLL_INTERVAL_S if simulate else POLL_INTERVAL_S),
@@ -4411,31 +4536,30 @@ def run(
         stack.enter_context(RunLock(path))
         scope = None
         if file is not None:
-            stream = stack.enter_context(_opened(file))
+            stream = _open_input(file, stack)
             added = add_rows(path, stream, file, defaults, namespace)
             scope = added.rows
             _say_added(added, path)
         ledger = stack.enter_context(open_ledger(path))
         ledger.quick_check()
-        if account is None:
+        if account is None or make_api is None:
             account = stack.enter_context(StandIn(stand_in_state(path)))
-        code = run_ledger(ledger, account, settings, scope, adopt_account, file)
+            make_api = client_factory(account, clock)
+        admit(ledger, account, adopt_account, clock.wall_ms())
+        workers = Workers(make_api, clock, settings.concurrency)
+        code = run_ledger(ledger, workers, clock, settings, scope, file)
     raise typer.Exit(code)
 
 
 def run_ledger(
     ledger: Ledger,
-    account: Account,
+    workers: Carrier,
+    clock: Clock,
     settings: Settings,
     scope: set[str] | None,
-    adopt: bool,
     file: str | None,
 ) -> Exit:
     """Run a ledger to its end, with a display and signal handling; return the exit code."""
-    clock = Clock()
-    make_api = client_factory(account, clock)
-    admit(ledger, account, adopt, clock.wall_ms())
-    workers = Workers(make_api, clock, settings.concurrency)
     with _display() as listen:
         engine = Engine(ledger, workers, clock, settings, scope=scope, listen=listen)
         with _signals(engine):
@@ -4447,10 +4571,9 @@ def run_ledger(
 
 
 def _display() -> LiveTable | PlainLog:
-    from rich.console import Console
-
-    console = Console(stderr=True, highlight=False)
-    if console.is_terminal and not console.is_dumb_terminal:
+    # FORCE_COLOR makes rich take a log for a terminal; only a real one can be redrawn.
+    console = make_console(stderr=True)
+    if sys.stderr.isatty() and not console.is_dumb_terminal:
         return LiveTable(console)
     return PlainLog(_complain)
 
@@ -4472,7 +4595,9 @@ def _signals(engine: Engine) -> Iterator[None]:
 
     names = ("SIGINT", "SIGTERM", "SIGHUP")
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    before = {number: signal.signal(number, handle) for number in numbers}
+    # What a parent told this process to ignore (nohup) stays ignored.
+    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in heard}
     try:
         yield
     finally:
@@ -4487,6 +4612,8 @@ SUMMARY_ROWS = 10
 def _summarize(ledger: Ledger, ending: Ending, scope: set[str] | None, file: str | None) -> Exit:
     """Say how the run ended, what still runs at Sume and what helps; return the exit code."""
     _complain(totals_line(ledger.totals()).plain)
+    if ending.hits:
+        _complain(f"{ending.hits} jobs were known to Sume already by their keys: not bought again")
     mine: Counter[Status] = Counter()
     named: dict[Status, list[str]] = {}
     outside = 0
@@ -4579,11 +4706,7 @@ def _find(ledger: Ledger, name: str) -> Job:
 
 
 def _print_table(jobs: Iterable[Job], totals: Totals) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=PIPE_WIDTH)
+    console = make_console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     shown = []
     for job in jobs:
         shown.append(job)
@@ -4604,7 +4727,15 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
-    app(prog_name="sume-resume")
+    try:
+        app(prog_name="sume-resume")
+    finally:
+        # Python flushes once more at its end, and would complain of a reader that left.
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":

@@ -71,8 +71,8 @@ def work(order: dict[str, Any]) -> NoReturn:
         setattr(sume_resume, name, value)
     point = order.get("point")
     if point:
-        sume_resume.Ledger = mined(sume_resume.Ledger, recording_methods(), point)  # type: ignore[misc]
-        sume_resume.Sume = mined(sume_resume.Sume, API_CALLS, point)  # type: ignore[misc]
+        sume_resume.Ledger = mined(sume_resume.Ledger, recording_methods(), point)  # type: ignore[assignment,misc]
+        sume_resume.Sume = mined(sume_resume.Sume, API_CALLS, point)  # type: ignore[assignment,misc]
     sys.argv = ["sume-resume", *order["args"]]
     try:
         sume_resume.main()

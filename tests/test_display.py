@@ -180,12 +180,14 @@ def test_cost_of_nothing_is_shown_as_nothing() -> None:
 
 
 def test_totals_line_says_what_is_not_known() -> None:
-    totals = Totals(Counter({Status.COMPLETED: 3, Status.REVIEW: 1}), 1_234_567, 2)
+    totals = Totals(Counter({Status.COMPLETED: 3, Status.REVIEW: 1}), 1_234_567, 2, 1)
     text = totals_line(totals).plain
-    assert "spent $1.234567 + 2 unknown" in text
+    assert "spent $1.234567 + 2 of unknown cost" in text
     assert "3 completed" in text
     assert "queued" not in text
     assert "unknown" not in totals_line(Totals(Counter(), 0, 0)).plain
+    # Nothing known is not nothing spent.
+    assert "0.000000" not in totals_line(Totals(Counter(), 0, 2)).plain
 
 
 @pytest.mark.parametrize(
@@ -396,13 +398,13 @@ def test_log_tells_trouble_once(log: Log) -> None:
 
 
 def test_log_has_a_heartbeat(log: Log) -> None:
-    totals = Totals(Counter({Status.PENDING: 2}), 100_000, 1)
+    totals = Totals(Counter({Status.PENDING: 2}), 100_000, 1, 1)
     log.log(Started(totals, [], START_MS))
     for _ in range(100):
         log.now[0] += 1.0
         log.log(Tick(START_MS, "rate limit, 45s"))
     assert len(log.lines) == 3
-    for word in ("2 pending", "spent $0.100000 + 1 unknown", "waiting: rate limit, 45s"):
+    for word in ("2 pending", "spent $0.100000 + 1 of unknown cost", "waiting: rate limit, 45s"):
         assert word in log.lines[0]
 
 

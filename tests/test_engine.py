@@ -62,7 +62,7 @@ def test_limit_counts_new_rows_once(desk: Desk) -> None:
 
 def test_rows_added_beside_a_run_are_sent(desk: Desk) -> None:
     desk.add(*clips(1))
-    added = []
+    added: list[Any] = []
 
     def during(engine: Engine, event: Event) -> None:
         if isinstance(event, Changed) and event.after.status is Status.PENDING and not added:
@@ -221,7 +221,7 @@ def test_a_clock_set_back_in_a_long_run_sends_unknown_rows_to_review(desk: Desk)
     desk.add(*clips(1))
     desk.clock.advance(10)
     desk.server.on_submit = drop_before
-    turned = []
+    turned: list[bool] = []
 
     def during(engine: Engine, event: Event) -> None:
         if len(desk.server.posts) == 1 and not turned and desk.clock.wall_ms() > START_MS:
@@ -456,7 +456,7 @@ def test_a_late_id_is_kept_by_a_row_that_ended(desk: Desk) -> None:
 def test_a_row_changed_by_another_command_is_let_be(desk: Desk) -> None:
     """The answer to a read finds its row cancelled: nothing is written over that."""
     desk.add(*clips(1))
-    done = []
+    done: list[Any] = []
 
     def before(call: Call) -> None:
         if call.errand is Errand.READ and not done:

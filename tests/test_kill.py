@@ -24,7 +24,7 @@ from servers import error as err
 from sume_resume import Status, open_ledger
 
 # One row for each way that a submit or a read can go, so that every method is reached.
-ROWS = [
+ROWS: list[dict[str, Any]] = [
     {"id": "lost", "prompt": "lost answer.", "duration": 4},
     {"id": "throttled", "prompt": "throttled.", "duration": 4},
     {"id": "broken", "prompt": "broken.", "duration": 4},

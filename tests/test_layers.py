@@ -209,7 +209,7 @@ def imports(package: str) -> set[str]:
 
 
 def test_only_display_and_cli_import_rich() -> None:
-    assert imports("rich") == {"display", "cli"}
+    assert imports("rich") <= {"display", "cli"}
 
 
 def test_only_the_api_imports_httpx() -> None:
@@ -309,13 +309,13 @@ def functions_that_call(what: str) -> set[str]:
 def test_the_ledger_file_is_never_opened_beside_sqlite() -> None:
     """Closing such a file drops SQLite's locks (B10): only before the first connect."""
     # The second one opens an input.
-    assert functions_that_call("open") == {"check_header", "_opened"}
+    assert functions_that_call("open") == {"check_header", "_open_input"}
     # A new file before it is a ledger; a folder; the lock file; the null device.
     assert functions_that_call("os.open") == {
         "create_ledger",
         "_publish",
         "RunLock.__enter__",
-        "ErrorBoundary.invoke",
+        "main",
     }
     for node in ast.walk(TREE):
         if isinstance(node, ast.Attribute):

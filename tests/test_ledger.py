@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +199,7 @@ def test_every_transition_is_reachable_or_refused(desk: Desk) -> None:
 @pytest.mark.parametrize("status", sorted(FINAL))
 def test_a_final_row_takes_no_further_fact(ledger: Ledger, status: Status) -> None:
     job = job_in(ledger, status)
-    facts = [
+    facts: list[Callable[[], Job]] = [
         lambda: ledger.record_prepared(job, START_MS),
         lambda: ledger.record_returned(job, "t", START_MS),
         lambda: ledger.record_accepted(job, "job_2", START_MS, START_MS),
