@@ -4287,7 +4287,7 @@ ModelOption = Annotated[
     str | None, _option("--model", help=f"Model of rows that name none (default {DEFAULT_MODEL}).")
 ]
 DurationOption = Annotated[
-    int | None, _option("--duration", min=1, help="Seconds of rows that name none.")
+    int | None, _option("--duration", metavar="N", min=1, help="Seconds of rows that name none.")
 ]
 KindOption = Annotated[
     str | None,
@@ -4302,7 +4302,7 @@ SetOption = Annotated[
     ),
 ]
 TakeOption = Annotated[
-    int, _option("--take", min=1, help="Buy rows without an id once more, as take N.")
+    int, _option("--take", metavar="N", min=1, help="Buy rows without an id once more, as take N.")
 ]
 NamespaceOption = Annotated[
     str | None,
@@ -4469,7 +4469,9 @@ def run(
     set: SetOption = None,
     take: TakeOption = 1,
     namespace: NamespaceOption = None,
-    limit: Annotated[int | None, _option("--limit", min=0, help="Send at most N new rows.")] = None,
+    limit: Annotated[
+        int | None, _option("--limit", metavar="N", min=0, help="Send at most N new rows.")
+    ] = None,
     deadline: Annotated[
         float | None,
         _option("--deadline", help="End the run after this time; jobs go on.", **_TIME),
@@ -4488,7 +4490,10 @@ def run(
         float, _option("--reads-per-minute", help="Reads a minute (default 600).", **_PER_MINUTE)
     ] = READS_PER_MINUTE,
     concurrency: Annotated[
-        int, _option("--concurrency", min=1, max=64, help="HTTP requests at once (default 8).")
+        int,
+        _option(
+            "--concurrency", metavar="N", min=1, max=64, help="HTTP requests at once (default 8)."
+        ),
     ] = CONCURRENCY,
     key_ttl: Annotated[
         float | None,
