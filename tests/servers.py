@@ -55,6 +55,7 @@ class FakeJob:
     id: str
     key: str
     body: bytes
+    made_at: int = 0
     reads: int = 0
 
 
@@ -84,6 +85,8 @@ class FakeSume:
         self.on_submit: Act | None = None
         self.on_read: Act | None = None
         self.keep_keys = True
+        # The server's own clock, where a test cares.
+        self.now: Callable[[], int] = lambda: 0
         # Called for each request, before anything else; may block or kill.
         self.watch: Callable[[Request], None] = lambda request: None
         self._server: ThreadingHTTPServer | None = None
@@ -109,7 +112,7 @@ class FakeSume:
         if job is None:
             number = len(self.charges) + 1
             name = hashlib.sha256(f"{request.key}{number}".encode()).hexdigest()[:8]
-            job = FakeJob(f"job_{number}_{name}", request.key, request.body)
+            job = FakeJob(f"job_{number}_{name}", request.key, request.body, self.now())
             self.charges.append(job)
             self.jobs[job.id] = job
             if self.keep_keys:

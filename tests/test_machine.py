@@ -92,7 +92,7 @@ class Life(RuleBasedStateMachine):
         self.clock = FakeClock()
         self.desk = Desk(self.folder / "jobs.db", self.server, self.clock)
         self.server.watch = self.forget_old_keys
-        self.key_times: dict[str, int] = {}
+        self.server.now = self.clock.elapsed_ms
         self.rows: dict[str, dict[str, Any]] = {}
         self.finals: dict[str, Job] = {}
         self.restored = False
@@ -106,12 +106,9 @@ class Life(RuleBasedStateMachine):
 
     def forget_old_keys(self, request: Request) -> None:
         """The server keeps a key for 24 h of true time (policy F), and then knows it no more."""
-        if request.method != "POST":
-            return
-        now = self.clock.elapsed
-        first = self.key_times.setdefault(request.key, now)
-        if now - first >= FORGETS_MS and self.honest:
-            self.server.by_key.pop(request.key, None)
+        job = self.server.by_key.get(request.key)
+        if job and self.honest and self.clock.elapsed - job.made_at >= FORGETS_MS:
+            del self.server.by_key[request.key]
 
     @rule(count=st.integers(1, 4))
     def add(self, count: int) -> None:
