@@ -52,11 +52,8 @@ import hashlib
 import json
 import os
 import queue
-import random
 import re
-import secrets
 import signal
-import socket
 import sqlite3
 import stat
 import sys
@@ -84,6 +81,7 @@ import typer
 from typer.core import TyperGroup
 
 if TYPE_CHECKING:
+    import random
     import ssl
     from http.server import ThreadingHTTPServer
 
@@ -169,8 +167,8 @@ RETRY_AFTER_CAP_S = 900.0
 
 # Answers that settle nothing, in this number, send the row to a person.
 DOUBT_LIMIT = 5
-# So many different rows answered 2xx without a job id: this is not Sume.
-NO_ID_ROWS = 3
+# So many different rows answered without a job id, or not found: this is not Sume.
+STRAY_ROWS = 3
 # The queue window grows by one after so many answers that report more room.
 ROOM_VOTES = 8.0
 # An answer that reports no room at all is a weaker hint than one that does.
@@ -302,24 +300,25 @@ class RowChanged(SumeResumeError):
 
 # Control characters, bidi overrides and line separators move a terminal's cursor or
 # turn its text around; text from prompts and servers never may.
-_ACTIVE_TEXT = re.compile(
+# Patterns are kept as text: re compiles each at its first use, and start-up pays for none.
+_ACTIVE_TEXT = (
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]+"
 )
 
 
 def inert(text: object, limit: int = MAX_NOTE_CHARS) -> str:
     """Return text that cannot move a cursor, on one line, at most limit characters."""
-    flat = _ACTIVE_TEXT.sub(" ", str(text)).strip()
+    flat = re.sub(_ACTIVE_TEXT, " ", str(text)).strip()
     return flat if len(flat) <= limit else flat[: limit - 1] + "…"
 
 
 # What a key looks like (sume-api.md 1.1), an auth header, and the query of a URL: a
 # server's error text or an exception may hold any of them.
 _SECRETS = (
-    (re.compile(r"sume_(?:live|test)_[\w-]+"), "[key]"),
-    (re.compile(r"(?i)\b((?:bearer|basic|x-api-key)(?:\s*:\s*|\s+))\S+"), r"\1[key]"),
-    (re.compile(r"(?i)(https?://)[^\s/\"']*@"), r"\1"),
-    (re.compile(r"(?i)(https?://[^\s?\"'<>]+)\?[^\s\"'<>]*"), r"\1"),
+    (r"sume_(?:live|test)_[\w-]+", "[key]"),
+    (r"(?i)\b((?:bearer|basic|x-api-key)(?:\s*:\s*|\s+))\S+", r"\1[key]"),
+    (r"(?i)(https?://)[^\s/\"']*@", r"\1"),
+    (r"(?i)(https?://[^\s?\"'<>]+)\?[^\s\"'<>]*", r"\1"),
 )
 
 
@@ -327,7 +326,7 @@ def quiet(text: object, limit: int = MAX_NOTE_CHARS) -> str:
     """Return inert text without keys, auth headers, URL passwords and URL queries."""
     flat = str(text)
     for pattern, instead in _SECRETS:
-        flat = pattern.sub(instead, flat)
+        flat = re.sub(pattern, instead, flat)
     return inert(flat, limit)
 
 
@@ -366,9 +365,6 @@ def show_time(seconds: float) -> str:
 class Clock:
     """Wall time for what is stored, steady time for what is waited for."""
 
-    def __init__(self) -> None:
-        self._most_ahead_ms = self.ahead_ms()
-
     def wall_ms(self) -> int:
         """Now, in ms since 1970 UTC."""
         return time.time_ns() // 1_000_000
@@ -386,11 +382,6 @@ class Clock:
     def ahead_ms(self) -> int:
         """How far the wall clock is ahead of the steady one; a fall is a clock set back."""
         return self.wall_ms() - self.elapsed_ms()
-
-    def most_ahead_ms(self) -> int:
-        """The largest lead of the wall clock that this process has seen."""
-        self._most_ahead_ms = max(self._most_ahead_ms, self.ahead_ms())
-        return self._most_ahead_ms
 
 
 # --- states ------------------------------------------------------------------
@@ -418,7 +409,7 @@ class Status(enum.StrEnum):
     REVIEW = "review"
 
 
-_OPEN = {Status.PENDING, Status.IN_PROGRESS}
+OPEN = frozenset({Status.PENDING, Status.IN_PROGRESS})
 _SUME_FINAL = {Status.COMPLETED, Status.FAILED, Status.CANCELLED, Status.EXPIRED}
 
 TRANSITIONS: Mapping[Status, frozenset[Status]] = {
@@ -426,8 +417,8 @@ TRANSITIONS: Mapping[Status, frozenset[Status]] = {
     Status.SENDING: frozenset(
         {Status.SENDING, Status.QUEUED, Status.PENDING, Status.REJECTED, Status.REVIEW}
     ),
-    Status.PENDING: frozenset(_OPEN | _SUME_FINAL | {Status.REVIEW}),
-    Status.IN_PROGRESS: frozenset(_OPEN | _SUME_FINAL | {Status.REVIEW}),
+    Status.PENDING: OPEN | _SUME_FINAL | {Status.REVIEW},
+    Status.IN_PROGRESS: OPEN | _SUME_FINAL | {Status.REVIEW},
     Status.REVIEW: frozenset({Status.REVIEW, Status.PENDING, Status.CANCELLED}),
     Status.COMPLETED: frozenset(),
     Status.FAILED: frozenset(),
@@ -436,7 +427,6 @@ TRANSITIONS: Mapping[Status, frozenset[Status]] = {
     Status.REJECTED: frozenset(),
 }
 FINAL = frozenset(status for status, after in TRANSITIONS.items() if not after)
-OPEN = frozenset(_OPEN)
 
 Kind = Literal["video", "image"]
 KINDS: tuple[Kind, ...] = ("video", "image")
@@ -599,12 +589,10 @@ class Cost:
 
 # /v1/jobs states money as integers (sume-api.md 1.5: *_usd_micros, older *_usd_cents);
 # the word between is seen as "amount", "cost" and nothing.
-_MONEY_FIELD = re.compile(
-    r"(billable|captured|refunded|released)(?:_amount|_cost)?_usd_(micros|cents)"
-)
+_MONEY_FIELD = r"(billable|captured|refunded)(?:_amount|_cost)?_usd_(micros|cents)"
 _MICROS_PER = {"micros": 1, "cents": 10_000}
 # Decimal() alone would also take underscores and the digits of other scripts.
-_DECIMAL = re.compile(r"[0-9]{1,20}(\.[0-9]{1,20})?")
+_DECIMAL = r"[0-9]{1,20}(\.[0-9]{1,20})?"
 
 
 def usd_to_micros(value: object) -> int | None:
@@ -614,7 +602,7 @@ def usd_to_micros(value: object) -> int | None:
     """
     if isinstance(value, bool) or not isinstance(value, int | Decimal | str):
         return None
-    if isinstance(value, str) and not _DECIMAL.fullmatch(value):
+    if isinstance(value, str) and not re.fullmatch(_DECIMAL, value):
         return None
     try:
         micros = (Decimal(value) * 1_000_000).to_integral_value()
@@ -642,7 +630,7 @@ def cost_of(usage: object) -> Cost:
     found: dict[str, int] = {}
     odd: set[str] = set()
     for name, value in usage.items():
-        match = _MONEY_FIELD.fullmatch(str(name))
+        match = re.fullmatch(_MONEY_FIELD, str(name))
         micros = _whole_micros(value, match[2]) if match else None
         if match and micros is None and value is not None:
             odd.add(match[1])
@@ -650,12 +638,17 @@ def cost_of(usage: object) -> Cost:
             found[match[1]] = micros
     said = usage.get("status", usage.get("usage_status"))
     state = inert(said, 40).lower() if isinstance(said, str) else None
-    raw = json.dumps(usage, default=str)[:MAX_USAGE_CHARS]
+    try:
+        raw = json.dumps(usage, default=str)[:MAX_USAGE_CHARS]
+    except RecursionError:
+        raw = "nested too deep"
     if odd & {"captured", "refunded"}:
         # What was given back cannot be read, so what it cost in the end is not known.
         return Cost(None, state, raw)
-    if "captured" in found:
-        refunded = found.get("refunded", 0)
+    refunded = found.get("refunded", 0)
+    # While the money is only reserved, a captured amount of 0 says nothing.
+    early = state in ("reserved", "estimated") and not found.get("captured")
+    if "captured" in found and not early:
         micros = max(0, found["captured"] - refunded)
         return Cost(micros, state or ("refunded" if refunded else "captured"), raw)
     if "billable" in found:
@@ -830,7 +823,7 @@ def unwrap(data: object) -> dict[str, Any]:
 
 
 # One path segment, and nothing that a server or a proxy would read as a path.
-_JOB_ID = re.compile(r"(?!\.+$)[A-Za-z0-9._~:-]{1,200}")
+_JOB_ID = r"(?!\.+$)[A-Za-z0-9._~:-]{1,200}"
 
 
 def job_id_of(data: object) -> str | None:
@@ -847,7 +840,7 @@ def job_id_of(data: object) -> str | None:
         places += [inner.get("id")]
     places += [data.get("id"), data.get("job_id"), _dig(data, "job", "id")]
     for place in places:
-        if isinstance(place, str) and _JOB_ID.fullmatch(place):
+        if isinstance(place, str) and re.fullmatch(_JOB_ID, place):
             return place
     return None
 
@@ -909,12 +902,12 @@ def allowance_of(headers: Mapping[str, str]) -> Allowance | None:
     remaining = headers.get("ratelimit-remaining", headers.get("x-ratelimit-remaining"))
     reset = headers.get("ratelimit-reset", headers.get("x-ratelimit-reset"))
     left, back = pairs.get("r", remaining), pairs.get("t", reset)
-    if not (left and back and _DIGITS.fullmatch(left) and _DIGITS.fullmatch(back)):
+    if not (left and back and re.fullmatch(_DIGITS, left) and re.fullmatch(_DIGITS, back)):
         return None
     return Allowance(int(left), min(float(back), RETRY_AFTER_CAP_S))
 
 
-_DIGITS = re.compile(r"[0-9]{1,9}")
+_DIGITS = r"[0-9]{1,9}"
 
 
 class Landing(enum.Enum):
@@ -961,19 +954,20 @@ class Outcome:
     halt: Halt | None = None
     # An answer that settles nothing however often it comes: counted, then a person.
     doubtful: bool = False
-    # A 2xx that names no job: from several rows in a row, it is not Sume that answers.
-    no_id: bool = False
+    # A 2xx that names no job, or an unknown name: from several rows in a row, it may not
+    # be Sume that answers.
+    stray: bool = False
     retry_after_s: float | None = None
     allowance: Allowance | None = None
     # Free places in Sume's queue, where the answer names them.
     room: int | None = None
 
 
-_IN_FLIGHT = re.compile(r"in_?progress|in_?flight|in_?use|concurren|being_processed", re.I)
-_KEY_CONFLICT = re.compile(r"idempot|key_(re)?use|mismatch", re.I)
-_POLICY = re.compile(r"polic|moderat|content|safety|nsfw|prohibit|copyright|model", re.I)
-_CREDITS = re.compile(r"credit|balance|billing|payment", re.I)
-_ROUTE = re.compile(r"route|endpoint|path|method", re.I)
+_IN_FLIGHT = r"(?i)in_?progress|in_?flight|in_?use|concurren|being_processed"
+_KEY_CONFLICT = r"(?i)idempot|key_(re)?use|mismatch"
+_POLICY = r"(?i)polic|moderat|content|safety|nsfw|prohibit|copyright|model"
+_CREDITS = r"(?i)credit|balance|billing|payment"
+_ROUTE = r"(?i)route|endpoint|path|method"
 
 
 def outcome_of(answer: Reply | Failure) -> Outcome:
@@ -990,26 +984,26 @@ def outcome_of(answer: Reply | Failure) -> Outcome:
     match answer.code:
         case 402:
             return _stop(Halt.SUBMITS, f"{text}; add credits at Sume, then run again")
-        case 429 if _CREDITS.search(code):
+        case 429 if re.search(_CREDITS, code):
             return _stop(Halt.SUBMITS, f"{text}; add credits at Sume, then run again")
         case 429:
             full = Pause.QUEUE if "queue" in code.lower() else Pause.RATE
             return Outcome(landing=Landing.NOT_LANDED, trouble=text, pause=full, **waits)
         case 401:
             return _stop(Halt.EVERYTHING, f"{text}; check SUME_API_KEY")
-        case 403 if error and _POLICY.search(code):
+        case 403 if error and re.search(_POLICY, code):
             return Outcome(landing=Landing.REFUSED, trouble=text)
         case 403:
             return _stop(Halt.EVERYTHING, f"{text}; the key has no access, or a proxy refused")
-        case 404 | 410 if error and code and not _ROUTE.search(code):
-            return Outcome(landing=Landing.REFUSED, trouble=text)
+        case 404 | 410 if error and code and not re.search(_ROUTE, code):
+            return Outcome(landing=Landing.REFUSED, trouble=text, stray=True)
         case 404 | 405 | 410:
             return _stop(Halt.EVERYTHING, f"{text}; check SUME_API_BASE_URL")
         case 409:
-            busy = bool(_IN_FLIGHT.search(code))
+            busy = bool(re.search(_IN_FLIGHT, code))
             landing = Landing.UNKNOWN if busy else Landing.CONFLICT
             return Outcome(landing=landing, trouble=text, **waits)
-        case 400 | 422 if _KEY_CONFLICT.search(code):
+        case 400 | 422 if re.search(_KEY_CONFLICT, code):
             return Outcome(landing=Landing.CONFLICT, trouble=text)
         case 400 | 413 | 415 | 422:
             return Outcome(landing=Landing.REFUSED, trouble=text)
@@ -1039,7 +1033,7 @@ def _outcome_of_failure(failure: Failure) -> Outcome:
         case Miss.NOT_SENT:
             return Outcome(landing=Landing.NOT_LANDED, trouble=text, pause=Pause.OFFLINE)
         case Miss.STALE:
-            return Outcome(landing=Landing.STALE, trouble=text)
+            return Outcome(landing=Landing.STALE, trouble=text, pause=Pause.RATE)
         case Miss.SETTINGS:
             return _stop(Halt.EVERYTHING, text)
         case Miss.UNKNOWN:
@@ -1055,7 +1049,7 @@ def _outcome_of_success(reply: Reply, text: str, waits: dict[str, Any]) -> Outco
             landing=Landing.UNKNOWN,
             trouble=f"{text}, without a job id",
             doubtful=True,
-            no_id=True,
+            stray=True,
             **waits,
         )
     inner = unwrap(reply.data)
@@ -1131,8 +1125,12 @@ class Reading:
     allowance: Allowance | None = None
 
 
-def reading_of(answer: Reply | Failure, of_result: bool = False) -> Reading:
-    """Classify the answer to a read of a job, or of its result."""
+def reading_of(answer: Reply | Failure, asked: str, of_result: bool = False) -> Reading:
+    """Classify the answer to a read of the job `asked` for, or of its result.
+
+    The result route is an extra that not every job need have: what it refuses says nothing
+    of the account or the base URL, with which the job itself was read.
+    """
     if isinstance(answer, Failure):
         if answer.miss is Miss.NOT_SENT:
             return Reading(said=Said.PAUSED, trouble=answer.text, pause=Pause.OFFLINE)
@@ -1142,28 +1140,32 @@ def reading_of(answer: Reply | Failure, of_result: bool = False) -> Reading:
     wait, left = retry_after_s(answer.headers), allowance_of(answer.headers)
     match answer.code:
         case 200 | 201 | 202 | 203 | 206:
-            return replace(_reading_of_job(answer, text, of_result), allowance=left)
+            return replace(_reading_of_job(answer, asked, text, of_result), allowance=left)
         case 429 | 503:
             return Reading(
                 said=Said.PAUSED, trouble=text, pause=Pause.RATE, retry_after_s=wait, allowance=left
             )
-        case 401 | 403:
-            return Reading(said=Said.HALTED, trouble=f"{text}; check SUME_API_KEY")
-        case 404 | 410 if error and not _ROUTE.search(error.code):
-            return Reading(said=Said.GONE, trouble=text)
-        case 404 | 405 | 410 if of_result:
-            # Not every kind of job need have a result route; the job itself was read.
-            return Reading(said=Said.GONE, trouble=text)
         case 409 if error and "not_completed" in error.code:
             return Reading(said=Said.NOT_READY, trouble=text)
+        case status if of_result and 300 <= status < 500:
+            return Reading(said=Said.GONE, trouble=text)
+        case 401 | 403:
+            return Reading(said=Said.HALTED, trouble=f"{text}; check SUME_API_KEY")
+        case 404 | 410 if error and not re.search(_ROUTE, error.code):
+            return Reading(said=Said.GONE, trouble=text)
         case status if status in (404, 405, 410) or 300 <= status < 400:
             return Reading(said=Said.HALTED, trouble=f"{text}; check SUME_API_BASE_URL")
         case _:
             return Reading(said=Said.BAD, trouble=text)
 
 
-def _reading_of_job(reply: Reply, text: str, of_result: bool) -> Reading:
+def _reading_of_job(reply: Reply, asked: str, text: str, of_result: bool) -> Reading:
     job = unwrap(reply.data)
+    ids = [job.get("id"), job.get("job_id"), _dig(job, "job", "id")]
+    named = [id for id in ids if isinstance(id, str)]
+    if named and asked not in named:
+        # A cache or a proxy mixed answers up: another job's clip must not end this row.
+        return Reading(said=Said.BAD, trouble=f"{text}, for another job ({quiet(named[0], 60)})")
     urls = result_urls(job)
     words = [job.get("sume_status"), job.get("status"), _dig(job, "job", "status")]
     said = [word.strip() for word in words if isinstance(word, str) and word.strip()]
@@ -1234,6 +1236,9 @@ class Seen:
     was_read: bool = False
     warned: bool = False
     gone_since_s: float | None = None
+    # The most that the wall clock was ahead of the steady one since the first send: a fall
+    # from there means that the age of the key is not known.
+    ahead_ms: int = 0
     # Steady time of the accept, or of this run's start where that is later.
     since_s: float = 0.0
     rereads: int = 0
@@ -1433,8 +1438,9 @@ def _expected(name: str, value: object) -> str | None:
         case "id":
             whole = isinstance(value, int) and not isinstance(value, bool)
             text = str(value) if whole or isinstance(value, str) else ""
-            good = value is None or inert(text, MAX_ROW_ID_CHARS) == text != ""
-            expected = f"plain text of 1 to {MAX_ROW_ID_CHARS} characters"
+            plain = text.isprintable() and text.strip() == text != ""
+            good = value is None or (plain and len(text) <= MAX_ROW_ID_CHARS)
+            expected = f"printable text of 1 to {MAX_ROW_ID_CHARS} characters"
         case "prompt":
             good = value is None or (isinstance(value, str) and value.strip() != "")
             expected = "text"
@@ -1503,7 +1509,7 @@ def _json_lines(lines: Iterable[TextLine]) -> Iterator[Line]:
 
 
 def _json_row(text: str) -> dict[str, Any] | str:
-    if _BAD_BYTES.search(text):
+    if re.search(_BAD_BYTES, text):
         return "the text is not UTF-8"
     try:
         value = _DECODER.decode(text)
@@ -1521,7 +1527,7 @@ def _json_flaw(exc: Exception) -> str:
     return f"not usable JSON: {inert(exc, 100)}"
 
 
-_BAD_BYTES = re.compile("[\udc80-\udcff]")
+_BAD_BYTES = "[\udc80-\udcff]"
 
 
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -1539,7 +1545,7 @@ def _no_constant(name: str) -> NoReturn:
 _DECODER = json.JSONDecoder(object_pairs_hook=_no_twins, parse_constant=_no_constant)
 # Finds the end of a value that the strict one refuses for what it says.
 _LAX_DECODER = json.JSONDecoder()
-_GAP = re.compile(r"[ \t\r\n]*")
+_GAP = r"[ \t\r\n]*"
 
 
 def _array_rows(text: str) -> Iterator[Line]:
@@ -1574,7 +1580,7 @@ def _array_rows(text: str) -> Iterator[Line]:
 
 
 def _skip(text: str, at: int) -> int:
-    gap = _GAP.match(text, at)
+    gap = re.compile(_GAP).match(text, at)
     return gap.end() if gap else at
 
 
@@ -1586,7 +1592,7 @@ def _array_item(text: str, at: int) -> tuple[dict[str, Any] | str, int]:
         raise
     except ValueError as exc:
         return _json_flaw(exc), _LAX_DECODER.raw_decode(text, at)[1]
-    if _BAD_BYTES.search(text, at, end):
+    if re.compile(_BAD_BYTES).search(text, at, end):
         return "the text is not UTF-8", end
     return item if isinstance(item, dict) else f"expected a JSON object, got {_shown(item)}", end
 
@@ -1620,7 +1626,7 @@ def _csv_rows(lines: Iterable[TextLine]) -> Iterator[Line]:
 
 
 def _header_flaw(header: Sequence[str]) -> str | None:
-    if any(_BAD_BYTES.search(name) for name in header):
+    if any(re.search(_BAD_BYTES, name) for name in header):
         return "the text is not UTF-8"
     twice = [name for name, n in Counter(header).items() if n > 1]
     if twice:
@@ -1631,7 +1637,7 @@ def _header_flaw(header: Sequence[str]) -> str | None:
 def _csv_row(header: Sequence[str], cells: Sequence[str]) -> dict[str, Any] | str:
     if len(cells) > len(header):
         return f"expected {len(header)} cells as in the header, got {len(cells)}"
-    if any(_BAD_BYTES.search(cell) for cell in cells):
+    if any(re.search(_BAD_BYTES, cell) for cell in cells):
         return "the text is not UTF-8"
     named = zip(header, cells, strict=False)
     return {name: typed(name, cell) for name, cell in named if cell != ""}
@@ -1910,7 +1916,6 @@ SQL_CHANGE = """
         updated_at = :updated_at
     WHERE id = :id
       AND status = :expected
-      AND latest = 1
 """
 SQL_EVENT = """
     INSERT INTO events (at, job, event, before, after, detail)
@@ -1979,6 +1984,8 @@ def check_header(path: Path) -> None:
     if _connected[real]:
         return
     try:
+        if not stat.S_ISREG(os.stat(real).st_mode):
+            raise LedgerError(f"{path}: is not a regular file, so it is no ledger")
         with open(real, "rb") as file:
             head = file.read(100)
     except OSError as exc:
@@ -2015,7 +2022,9 @@ class Ledger:
         Raises LedgerError, with the file unchanged, when it cannot be used.
         """
         self.path = path
-        self.on_busy: Callable[[str], None] = lambda text: None
+        # Asked after each wait for another process's lock: returns to wait on, raises to
+        # give up. By itself a ledger gives up after one wait.
+        self.on_busy: Callable[[LedgerBusy, int], None] = _give_up
         self._real = os.path.realpath(path)
         self._in_transaction = False
         with self._translated():
@@ -2050,9 +2059,13 @@ class Ledger:
             value = self._one(check)[0]
             if value != expected:
                 raise LedgerError(f"{self.path}: {check} is {value}, not {expected}")
-        version = self._one(SQL_VERSION)[0]
-        for step in MIGRATIONS[version:]:
+        if self._one(SQL_VERSION)[0] == SCHEMA_VERSION:
+            return
+        for version, step in enumerate(MIGRATIONS):
             with self.transaction():
+                # Asked under the write lock: another process may be doing the same.
+                if self._one(SQL_VERSION)[0] > version:
+                    continue
                 for statement in step:
                     self._execute(statement)
 
@@ -2072,6 +2085,8 @@ class Ledger:
                     text = f"{self.path}: the disk is full; free some space, then run again"
                 case sqlite3.SQLITE_IOERR:
                     text += " (check the disk and its free space, then run again)"
+                case sqlite3.SQLITE_READONLY if exc.sqlite_errorname == "SQLITE_READONLY_DBMOVED":
+                    text = f"{self.path}: was removed or replaced while it was in use"
                 case sqlite3.SQLITE_READONLY | sqlite3.SQLITE_CANTOPEN:
                     text += " (the file and its folder must be writable)"
                 case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
@@ -2079,29 +2094,34 @@ class Ledger:
             raise kind(text) from exc
 
     def _execute(self, sql: str, **values: object) -> sqlite3.Cursor:
-        with self._translated():
-            return self._db.execute(sql, values)
+        """Run one statement, and wait where another process holds the ledger.
+
+        Only the start of a transaction, its commit, and reads outside of one can meet such
+        a lock, so nothing that was begun is ever done twice.
+        """
+        for tries in count(1):
+            try:
+                with self._translated():
+                    return self._db.execute(sql, values)
+            except LedgerBusy as exc:
+                self.on_busy(exc, tries)
+        raise AssertionError("count() has no end")
 
     def _one(self, sql: str, **values: object) -> Any:
-        with self._translated():
-            return self._db.execute(sql, values).fetchone()
+        return self._execute(sql, **values).fetchone()
 
     def _all(self, sql: str, **values: object) -> list[Any]:
-        with self._translated():
-            return self._db.execute(sql, values).fetchall()
+        return self._execute(sql, **values).fetchall()
 
     def _jobs(self, sql: str, **values: object) -> list[Job]:
-        with self._translated():
-            cursor = self._db.execute(sql, values)
-            return [_job_from(line) for line in cursor.fetchall()]
+        return [_job_from(line) for line in self._all(sql, **values)]
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
         """Make all facts recorded inside one commit; inside another one, part of that.
 
         The write lock is taken at once, since a read that turns into a write fails
-        without waiting. A reader that delays the commit is waited for: what is recorded
-        here may be the only trace of a paid job.
+        without waiting.
         """
         if self._in_transaction:
             yield
@@ -2118,12 +2138,7 @@ class Ledger:
             self._in_transaction = False
 
     def _commit(self) -> None:
-        while True:
-            try:
-                self._execute(SQL_COMMIT)
-                return
-            except LedgerBusy as exc:
-                self.on_busy(str(exc))
+        self._execute(SQL_COMMIT)
 
     def _rollback(self) -> None:
         # After a full disk SQLite has rolled back by itself.
@@ -2212,7 +2227,7 @@ class Ledger:
         """The keys of this ledger are made in this namespace, and the salt is drawn."""
         with self.transaction():
             self._execute(SQL_SET_META, name="namespace", value=namespace)
-            self._execute(SQL_SET_META, name="salt", value=secrets.token_hex(16))
+            self._execute(SQL_SET_META, name="salt", value=os.urandom(16).hex())
 
     def record_pace(self, name: str, at_ms: int) -> None:
         """A budget was used, or a gate is shut, until this time."""
@@ -2278,6 +2293,7 @@ class Ledger:
             status=Status.SENDING,
             tries=job.tries + 1,
             first_sent_at=job.first_sent_at or now_ms,
+            trouble=None,
         )
 
     def record_unclaimed(self, prepared: Job, before: Job, now_ms: int) -> Job:
@@ -2428,6 +2444,9 @@ class Ledger:
             legal = after.status is current.status or (after.status in TRANSITIONS[current.status])
             if current.status is not job.status or not legal:
                 raise RowChanged(f"row '{job.row}' is {current.status}, not {job.status}")
+            if current.cost_micros not in (None, after.cost_micros):
+                was, now = show_usd(current.cost_micros), show_usd(after.cost_micros)
+                detail = f"{detail or ''} (cost was ${was}, is ${now})".strip()
             values = {name: getattr(after, name) for name in _MUTABLE}
             cursor = self._execute(SQL_CHANGE, **values, id=job.id, expected=current.status)
             if cursor.rowcount != 1:
@@ -2482,6 +2501,10 @@ def _cost_changes(job: Job, cost: Cost) -> dict[str, object]:
     return {"cost_micros": cost.micros, "cost_state": cost.state, "usage": cost.raw or job.usage}
 
 
+def _give_up(exc: LedgerBusy, tries: int) -> None:
+    raise exc
+
+
 def _job_from(line: Sequence[Any]) -> Job:
     named = dict(zip(_JOB_FIELDS, line, strict=True))
     return Job(**named | {"status": Status(named["status"])})
@@ -2504,6 +2527,14 @@ def create_ledger(path: Path, namespace: str, fill: Callable[[Ledger], Added]) -
     process was first, LedgerError when the file cannot be made.
     """
     new = path.with_name(f".{path.name}.new")
+    if path.is_symlink():
+        raise LedgerError(f"{path}: is a link to a file that is not there")
+    journal = Path(f"{path}-journal")
+    if journal.exists():
+        raise LedgerError(
+            f"{journal}: was left by a kill and belongs to a ledger that is gone; SQLite would"
+            " roll it into a new one. Put the ledger back, or move this file away"
+        )
     try:
         for left in (new, new.with_name(f"{new.name}-journal")):
             left.unlink(missing_ok=True)
@@ -2555,7 +2586,9 @@ class RunLock:
             try:
                 self._fd = os.open(self.path, _LOCK_FLAGS, 0o600)
             except OSError as exc:
-                raise LedgerError(f"{self.path}: cannot be made: {exc.strerror}") from exc
+                raise LedgerError(
+                    f"{self.ledger}: cannot be used: {exc.strerror} ({self.path})"
+                ) from exc
             if not _try_lock(self._fd):
                 holder = self._holder()
                 os.close(self._fd)
@@ -2566,9 +2599,12 @@ class RunLock:
                 break
             # Deleted and made anew between open and lock: this one guards nothing.
             os.close(self._fd)
-        name = f"pid {os.getpid()} on {socket.gethostname()}"
-        os.ftruncate(self._fd, 0)
-        os.write(self._fd, name.encode())
+        import socket
+
+        # The name is for people; a full disk must not keep a run from a lock it has.
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._fd, 0)
+            os.write(self._fd, f"pid {os.getpid()} on {socket.gethostname()}".encode())
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -2693,20 +2729,36 @@ class Sume:
         auth = {"x-api-key": account.api_key}
         if account.auth_mode == "bearer":
             auth = {"Authorization": f"Bearer {account.api_key}"}
-        agent = {"User-Agent": f"sume-resume/{__version__}", "Accept": "application/json"}
+        # An answer is a few kB: compressed, it could only hide how large it becomes.
+        agent = {
+            "User-Agent": f"sume-resume/{__version__}",
+            "Accept": "application/json",
+            "Accept-Encoding": "identity",
+        }
+        # Loopback is reached directly: a proxy would get the key in clear.
+        trust = not is_loopback(httpx.URL(account.base_url).host)
+
+        def client(kept: int) -> httpx.Client:
+            limits = httpx.Limits(max_keepalive_connections=kept)
+            return httpx.Client(headers=auth | agent, verify=tls, trust_env=trust, limits=limits)
+
         try:
-            # Loopback is reached directly: a proxy would get the key in clear.
-            self._client = httpx.Client(
-                headers=auth | agent,
-                verify=tls,
-                trust_env=not is_loopback(httpx.URL(account.base_url).host),
-                follow_redirects=False,
-            )
+            self._reader = client(kept=1)
+            # Each submit has a connection of its own: what a server says twice on one
+            # would be taken for the answer to the next row.
+            self._submitter = client(kept=0)
         except (ValueError, ImportError, OSError, httpx.InvalidURL) as exc:
             raise _bad_connection(exc) from exc
 
     def close(self) -> None:
-        self._client.close()
+        self._reader.close()
+        self._submitter.close()
+
+    def hide(self, text: str) -> str:
+        """Take the key out of a text: a server may echo it, also with JSON's escapes."""
+        for form in (self._account.api_key, json.dumps(self._account.api_key)[1:-1]):
+            text = text.replace(form, "[key]")
+        return text
 
     def submit(
         self, kind: Kind, key: str, body: bytes, held: Callable[[], bool]
@@ -2723,6 +2775,7 @@ class Sume:
                 raise _Held
 
         return self._request(
+            self._submitter,
             "POST",
             f"/{kind}s",
             POST_DEADLINE_S,
@@ -2734,20 +2787,24 @@ class Sume:
     def read(self, kind: Kind, job_id: str) -> Reply | Failure:
         """GET a job: videos have a route of their own, images have the jobs' one."""
         path = f"/videos/{job_id}" if kind == "video" else f"/jobs/{job_id}/status"
-        return self._request("GET", path, READ_DEADLINE_S)
+        return self._request(self._reader, "GET", path, READ_DEADLINE_S)
 
     def result(self, job_id: str) -> Reply | Failure:
         """GET the result of a job that has ended (sume-api.md 1.3)."""
-        return self._request("GET", f"/jobs/{job_id}/result", READ_DEADLINE_S)
+        return self._request(self._reader, "GET", f"/jobs/{job_id}/result", READ_DEADLINE_S)
 
-    def _request(self, method: str, path: str, deadline_s: float, **parts: Any) -> Reply | Failure:
+    def _request(
+        self, client: Any, method: str, path: str, deadline_s: float, **parts: Any
+    ) -> Reply | Failure:
         import httpx
 
         limit_s = self._clock.awake_s() + deadline_s
         timeout = httpx.Timeout(deadline_s, connect=CONNECT_TIMEOUT_S)
         url = self._account.base_url + path
         try:
-            with self._client.stream(method, url, timeout=timeout, **parts) as response:
+            with client.stream(method, url, timeout=timeout, **parts) as response:
+                if "," in response.headers.get("content-encoding", ""):
+                    return Failure(Miss.UNKNOWN, "an answer that is packed more than once")
                 body = bytearray()
                 for chunk in response.iter_bytes():
                     body += chunk
@@ -2755,27 +2812,12 @@ class Sume:
                         return Failure(Miss.UNKNOWN, f"an answer over {MAX_ANSWER_BYTES} bytes")
                     if self._clock.awake_s() > limit_s:
                         return Failure(Miss.UNKNOWN, f"no whole answer in {deadline_s:.0f} s")
-                reply = parse_reply(response.status_code, response.headers, bytes(body))
-                # A server may echo the key in an error: it goes no further than here.
-                return replace(reply, data=_without(reply.data, self._account.api_key))
+                return parse_reply(response.status_code, response.headers, bytes(body))
         except _Held:
             return Failure(Miss.STALE, "held back: the key is too old to be sent")
         except Exception as exc:
             failure = classify(exc)
-            text = failure.text.replace(self._account.api_key, "[key]")
-            return Failure(failure.miss, quiet(text))
-
-
-def _without(data: Any, secret: str) -> Any:
-    """Return JSON data with a secret taken out of all its text, names included."""
-    match data:
-        case str():
-            return data.replace(secret, "[key]")
-        case list():
-            return [_without(item, secret) for item in data]
-        case dict():
-            return {_without(k, secret): _without(v, secret) for k, v in data.items()}
-    return data
+            return Failure(failure.miss, quiet(self.hide(failure.text)))
 
 
 def classify(exc: Exception) -> Failure:
@@ -2889,27 +2931,47 @@ class Answer:
 
 def perform(api: Sume, call: Call, clock: Clock) -> Answer:
     """Carry out a call and say what its answer means. Raises nothing: in doubt, unknown."""
-    job = call.job
+    job, asked = call.job, call.job.job_id or ""
     try:
+        meaning: Outcome | Reading
         match call.errand:
             case Errand.SUBMIT:
-                sent = api.submit(job.kind, job.key, job.body, lambda: is_stale(call, clock))
-                return Answer(call, outcome_of(sent))
+                held = lambda: is_stale(call, clock)  # noqa: E731  it closes over the call
+                meaning = outcome_of(api.submit(job.kind, job.key, job.body, held))
             case Errand.READ:
-                return Answer(call, reading_of(api.read(job.kind, job.job_id or "")))
+                meaning = reading_of(api.read(job.kind, asked), asked)
             case Errand.RESULT:
-                return Answer(call, reading_of(api.result(job.job_id or ""), of_result=True))
+                meaning = reading_of(api.result(asked), asked, of_result=True)
             case _:
                 assert_never(call.errand)
+        return Answer(call, _hidden(meaning, api.hide))
     except Exception as exc:
         # One odd answer must not end the run, nor touch another row.
-        return no_answer(call, f"the answer could not be read ({type(exc).__name__})")
+        text = f"the answer could not be read ({type(exc).__name__})"
+        return no_answer(call, text, doubtful=True)
 
 
-def no_answer(call: Call, text: str) -> Answer:
-    failure = Failure(Miss.UNKNOWN, text)
-    submit = call.errand is Errand.SUBMIT
-    return Answer(call, outcome_of(failure) if submit else reading_of(failure))
+def _hidden(meaning: Outcome | Reading, hide: Callable[[str], str]) -> Outcome | Reading:
+    """Take the key out of all text that an answer brought, once it is read."""
+    if isinstance(meaning, Outcome):
+        return replace(meaning, trouble=hide(meaning.trouble))
+    cost = replace(meaning.cost, raw=meaning.cost.raw and hide(meaning.cost.raw))
+    return replace(
+        meaning,
+        trouble=hide(meaning.trouble),
+        word=hide(meaning.word),
+        error=hide(meaning.error),
+        urls=tuple(hide(url) for url in meaning.urls),
+        cost=cost,
+    )
+
+
+def no_answer(call: Call, text: str, miss: Miss = Miss.UNKNOWN, doubtful: bool = False) -> Answer:
+    """Return what stands for the answer to a call that brought none that can be read."""
+    failure = Failure(miss, text)
+    if call.errand is not Errand.SUBMIT:
+        return Answer(call, reading_of(failure, ""))
+    return Answer(call, replace(outcome_of(failure), doubtful=doubtful))
 
 
 def is_stale(call: Call, clock: Clock) -> bool:
@@ -2946,13 +3008,16 @@ class Workers:
         self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
         self._busy: set[Call] = set()
         self._threads: list[threading.Thread] = []
+        # Threads that will take another call: always as many as there are calls, so that
+        # none waits behind another one.
+        self._live = 0
 
     def free(self) -> int:
         return self._count - len(self._busy)
 
     def start(self, call: Call) -> None:
         self._busy.add(call)
-        if len(self._threads) < len(self._busy):
+        if self._live < len(self._busy):
             self._hire()
         self._calls.put(call)
 
@@ -2969,10 +3034,10 @@ class Workers:
         return answers
 
     def abandon(self, call: Call) -> None:
-        """Give a call up: another worker takes its worker's place."""
+        """Give a call up: its worker ends after it, and another one is hired when needed."""
         call.overrun = True
         self._busy.discard(call)
-        self._hire()
+        self._live -= 1
 
     def wake(self) -> None:
         """End a wait; safe in a signal handler."""
@@ -2988,6 +3053,7 @@ class Workers:
     def _hire(self) -> None:
         thread = threading.Thread(target=self._work, daemon=True)
         self._threads.append(thread)
+        self._live += 1
         thread.start()
 
     def _work(self) -> None:
@@ -2997,7 +3063,8 @@ class Workers:
                 api = api or self._make_api()
                 answer = perform(api, call, self._clock)
             except Exception as exc:
-                answer = no_answer(call, f"no client could be made ({type(exc).__name__})")
+                text = f"no client could be made ({type(exc).__name__})"
+                answer = no_answer(call, text, Miss.SETTINGS)
             self._answers.put(answer)
             if call.overrun:
                 break
@@ -3015,7 +3082,8 @@ def admit(ledger: Ledger, account: Account, adopt: bool, now_ms: int) -> None:
     with ledger.transaction():
         origin, known = ledger.meta("origin"), ledger.meta("key_fingerprint")
         if origin not in (None, account.origin):
-            if ledger.ever_accepted():
+            real_ledger = account.origin == STAND_IN and ledger.ever_sent()
+            if ledger.ever_accepted() or real_ledger:
                 raise AccountError(
                     f"{ledger.path}: its jobs are at {origin}, and this run is for"
                     f" {account.origin}; nothing was sent. Use another --db for it"
@@ -3063,7 +3131,11 @@ class Engine:
         """`scope` names the rows that may be sent; None allows all, also later ones."""
         self._ledger, self._workers, self._clock = ledger, workers, clock
         self._settings, self._scope, self._listen = settings, scope, listen
-        self._rng = rng or random.Random()
+        if rng is None:
+            import random
+
+            rng = random.Random()
+        self._rng = rng
         self._writes = Budget(settings.writes_per_minute)
         self._reads = Budget(settings.reads_per_minute)
         self._offline = Gate(OFFLINE_CAP_S)
@@ -3071,9 +3143,8 @@ class Engine:
         self._window = QueueWindow()
         self._flying: dict[int, Call] = {}
         self._seen: dict[int, Seen] = {}
-        self._given_up: set[int] = set()
         self._first_sends: set[int] = set()
-        self._no_id_rows: set[int] = set()
+        self._strays: set[int] = set()
         # Queued attempts up to this id were looked at; out of scope ones only once.
         self._after = 0
         self._totals = Totals()
@@ -3083,6 +3154,7 @@ class Engine:
         self._closing_s: float | None = None
         self._start_s = self._loaded_s = self._planned_s = clock.awake_s()
         self._told_offline = False
+        self._holding = False
         self._hits = 0
 
     # -- life of a run --
@@ -3090,20 +3162,23 @@ class Engine:
     def run(self) -> Ending:
         """Work until nothing is left, a signal, a deadline or a halt; then say which.
 
-        After this returns everything that was answered is recorded. Raises LedgerError
+        After this returns all submits that were answered are recorded. Raises LedgerError
         when a fact cannot be recorded; nothing is sent from then on.
         """
-        self._begin()
         answers: list[Answer] = []
         try:
+            self._begin()
             while True:
                 self._turn(answers)
-                answers = []
                 if self._is_over():
                     break
                 answers = self._workers.wait(self._wait_s())
         except LedgerError as exc:
-            raise _with_ids(exc, answers) from exc
+            ending = self._signal is not None or self._deadline_passed()
+            if not (isinstance(exc, LedgerBusy) and ending):
+                raise _with_ids(exc, answers) from exc
+        finally:
+            self._ledger.on_busy = _give_up
         halt = self._halt[1] if self._halt else None
         return Ending(self._signal, halt, self._deadline_passed(), self._hits)
 
@@ -3113,7 +3188,7 @@ class Engine:
         self._workers.wake()
 
     def _begin(self) -> None:
-        self._ledger.on_busy = lambda text: self._tell(text)
+        self._ledger.on_busy = self._wait_for_ledger
         now_ms = self._clock.wall_ms()
         for budget, name in ((self._writes, "writes"), (self._reads, "reads")):
             last = self._ledger.pace(name)
@@ -3128,7 +3203,7 @@ class Engine:
         active = (Status.SENDING, *OPEN)
         jobs = [job for status in active for job in self._ledger.with_status(status)]
         for job in jobs:
-            self._seen[job.id] = Seen(since_s=self._start_s)
+            self._seen[job.id] = Seen(ahead_ms=self._clock.ahead_ms(), since_s=self._start_s)
         self._listen(Started(self._totals, jobs, now_ms))
 
     def _stored_gates(self) -> tuple[tuple[Gate, str], ...]:
@@ -3139,42 +3214,49 @@ class Engine:
         )
 
     def _turn(self, answers: list[Answer]) -> None:
-        """Record all that has arrived and claim what is due next, in one commit."""
-        now_s, now_ms = self._clock.awake_s(), self._clock.wall_ms()
-        self._planned_s = now_s
-        late = [call for call in self._flying.values() if now_s >= call.overdue_s]
-        for call in late:
-            self._workers.abandon(call)
-            answers.append(no_answer(call, "no answer before the deadline"))
-        calls = self._commit_turn(answers, now_s, now_ms)
+        """Record all that has arrived and claim what is due next, in one commit.
+
+        The times are taken when the ledger is ours, however long that took. `answers` is
+        emptied once they are recorded.
+        """
+        self._holding = bool(answers)
+        with self._ledger.transaction():
+            now_s, now_ms = self._clock.awake_s(), self._clock.wall_ms()
+            self._planned_s = now_s
+            for answer in [*answers, *self._overruns(now_s)]:
+                self._record(answer, now_s, now_ms)
+            calls = self._claim(now_s, now_ms)
+        answers.clear()
+        self._holding = False
         self._hand_out(calls, now_ms)
         self._reload(now_s)
         self._emit(now_ms)
 
-    def _commit_turn(self, answers: list[Answer], now_s: float, now_ms: int) -> list[Call]:
-        """Record and claim, and wait while another process has the ledger locked.
+    def _overruns(self, now_s: float) -> list[Answer]:
+        """Give up the calls whose workers have been at them for too long."""
+        late = [call for call in self._flying.values() if now_s >= call.overdue_s]
+        for call in late:
+            self._workers.abandon(call)
+        return [no_answer(call, "no answer before the deadline") for call in late]
 
-        With answers in hand there is no end to that wait: an id is never dropped. Without,
-        a minute is enough to say that something is wrong.
+    def _wait_for_ledger(self, exc: LedgerBusy, tries: int) -> None:
+        """Wait on, or give up: with answers in hand never, since an id is never dropped.
+
+        Without, a minute is enough to say that something is wrong, and a signal or the
+        deadline ends the wait.
         """
-        for tries in count(1):
-            try:
-                with self._ledger.transaction():
-                    for answer in answers:
-                        self._record(answer, now_s, now_ms)
-                    return self._claim(now_s, now_ms)
-            except LedgerBusy as exc:
-                if not answers and tries >= BUSY_TRIES:
-                    raise
-                self._tell(str(exc))
-                self._emit(now_ms)
-        raise AssertionError("count() has no end")
+        ending = self._signal is not None or self._deadline_passed()
+        if not self._holding and (ending or tries >= BUSY_TRIES):
+            raise exc
+        self._listen(Tick(self._clock.wall_ms(), "the ledger"))
+        self._listen(Notice(str(exc)))
 
     def _claim(self, now_s: float, now_ms: int) -> list[Call]:
         if self._closing(now_s):
             return []
         submits = list(self._claim_submits(now_s, now_ms))
-        reads = list(self._claim_reads(now_s, now_ms, self._workers.free() - len(submits)))
+        free = self._workers.free() - len(submits)
+        reads = list(self._claim_reads(now_s, now_ms, free))
         if submits:
             self._ledger.record_pace("writes", now_ms)
         if reads:
@@ -3185,6 +3267,7 @@ class Engine:
         """Give the claimed calls to the workers; after a signal, give them back instead."""
         for call in calls:
             if self._signal is None:
+                call.sent_s = self._clock.awake_s()
                 self._workers.start(call)
                 continue
             del self._flying[call.job.id]
@@ -3216,7 +3299,8 @@ class Engine:
     def _prepare(self, job: Job, now_s: float, now_ms: int) -> Call:
         earlier = job.status is Status.SENDING
         ready = self._changed(job, self._ledger.record_prepared(job, now_ms), now_ms)
-        ahead_ms = self._clock.most_ahead_ms() if earlier else self._clock.ahead_ms()
+        seen, ahead_ms = self._see(job), self._clock.ahead_ms()
+        seen.ahead_ms = max(seen.ahead_ms, ahead_ms) if earlier else ahead_ms
         call = Call(
             errand=Errand.SUBMIT,
             job=ready,
@@ -3224,7 +3308,7 @@ class Engine:
             before=job,
             earlier=earlier,
             send_before_ms=send_before_ms(ready.first_sent_at or now_ms, self._settings.key_ttl_s),
-            least_ahead_ms=ahead_ms - round(CLOCK_FALL_LIMIT_S * 1000),
+            least_ahead_ms=seen.ahead_ms - round(CLOCK_FALL_LIMIT_S * 1000),
         )
         self._flying[job.id] = call
         return call
@@ -3235,7 +3319,7 @@ class Engine:
             if job.id in self._flying or self._see(job).not_before_s > now_s:
                 continue
             why = too_old(job.first_sent_at or 0, now_ms, self._settings.key_ttl_s)
-            fallen = self._clock.most_ahead_ms() - self._clock.ahead_ms()
+            fallen = self._see(job).ahead_ms - self._clock.ahead_ms()
             if self._settings.key_ttl_s is not None and fallen > CLOCK_FALL_LIMIT_S * 1000:
                 why = why or f"the clock was set back by {show_time(fallen / 1000)}"
             if why is None:
@@ -3244,30 +3328,41 @@ class Engine:
         return None
 
     def _next_queued(self, flying: int) -> Job | None:
-        """Return the next row that may be sent, if Sume's queue and --limit have room."""
+        """Return the next row that may be sent, if Sume's queue has room."""
         if not self._window.has_room(self._open_count() + flying):
             return None
+        job = self._peek_queued()
+        if job is not None:
+            self._after = job.id
+            self._first_sends.add(job.id)
+        return job
+
+    def _peek_queued(self) -> Job | None:
+        """Return the next row that scope and --limit allow; what they do not is passed once.
+
+        New rows and new attempts have higher ids, and a row that returns sets `_after` back.
+        """
         limit = self._settings.limit
+        spent = limit is not None and len(self._first_sends) >= limit
         while batch := self._ledger.with_status(Status.QUEUED, self._after, 100):
             for job in batch:
-                self._after = job.id
-                new = job.id not in self._first_sends
-                if new and limit is not None and len(self._first_sends) >= limit:
-                    continue
-                if self._in_scope(job):
-                    self._first_sends.add(job.id)
+                again = job.id in self._first_sends
+                if self._in_scope(job) and (again or not spent):
                     return job
+                self._after = job.id
         return None
 
     def _claim_reads(self, now_s: float, now_ms: int, free: int) -> Iterator[Call]:
         """Claim the reads whose time has come, evenly spaced, longest due first."""
         reading = len(self._flying) - self._submits_flying()
+        # One worker is left for submits, as one is for reads.
+        free = min(free, max(1, self._settings.concurrency - 1) - reading)
         if free <= 0 or self._reads.ready_s > now_s:
             return
         held = {id for id, seen in self._seen.items() if seen.not_before_s > now_s}
-        skip = len(self._flying) + len(self._given_up) + len(held)
+        skip = len(self._flying) + len(held)
         for job in self._ledger.due(now_ms, now_ms + self._horizon_ms(), free + skip):
-            if job.id in self._flying or job.id in self._given_up or job.id in held:
+            if job.id in self._flying or job.id in held:
                 continue
             if not (
                 free > 0
@@ -3298,7 +3393,10 @@ class Engine:
         return self._scope is None or job.row in self._scope
 
     def _see(self, job: Job) -> Seen:
-        return self._seen.setdefault(job.id, Seen(since_s=self._clock.awake_s()))
+        if job.id not in self._seen:
+            clock = self._clock
+            self._seen[job.id] = Seen(ahead_ms=clock.ahead_ms(), since_s=clock.awake_s())
+        return self._seen[job.id]
 
     # -- recording --
 
@@ -3319,10 +3417,9 @@ class Engine:
             elif meaning.job_id is not None:
                 self._record_late(call, meaning.job_id, now_ms)
         except RowChanged as exc:
+            self._tell(str(exc), call.job.row)
             if isinstance(meaning, Outcome) and meaning.job_id is not None:
                 self._record_late(call, meaning.job_id, now_ms)
-            else:
-                self._tell(str(exc), call.job.row)
 
     def _record_outcome(self, call: Call, outcome: Outcome, now_s: float, now_ms: int) -> None:
         """Move the row of a submit on, by where the submit ended."""
@@ -3348,11 +3445,12 @@ class Engine:
                 why = f"{DOUBT_LIMIT} sends brought no usable answer ({trouble})"
                 self._review(job, why, now_ms)
             case _:
+                # Unknown, or turned away while an earlier send may have arrived: its next
+                # replay waits, whatever else is open.
                 seen.doubts += outcome.doubtful
-                if outcome.landing is Landing.UNKNOWN:
-                    wait = backoff_s(seen.errors, self._rng, BACKOFF_CAP_S)
-                    seen.not_before_s = now_s + max(wait, outcome.retry_after_s or 0.0)
-                    seen.errors += 1
+                wait = backoff_s(seen.errors, self._rng, BACKOFF_CAP_S)
+                seen.not_before_s = now_s + max(wait, outcome.retry_after_s or 0.0)
+                seen.errors += 1
                 self._changed(job, self._ledger.record_unanswered(job, trouble, now_ms), now_ms)
 
     def _accept(self, job: Job, outcome: Outcome, now_s: float, now_ms: int) -> None:
@@ -3366,7 +3464,7 @@ class Engine:
         if after.status is Status.REVIEW:
             self._tell(after.note or "", job.row)
             return
-        self._seen[job.id] = Seen(since_s=now_s)
+        self._seen[job.id] = Seen(ahead_ms=self._clock.ahead_ms(), since_s=now_s)
         self._window.accepted(outcome.room, self._open_count() + self._submits_flying())
 
     def _record_late(self, call: Call, job_id: str, now_ms: int) -> None:
@@ -3387,7 +3485,7 @@ class Engine:
 
     def _pace_submits(self, call: Call, outcome: Outcome, now_s: float, now_ms: int) -> None:
         """Let the answer to a submit shut or open the gates, or halt the run."""
-        self._count_no_ids(call, outcome)
+        self._count_strays(call, outcome)
         if outcome.halt is not None:
             self._stop_for(outcome.halt, outcome.trouble)
         if outcome.pause is not Pause.OFFLINE:
@@ -3418,17 +3516,19 @@ class Engine:
             self._submit_gate.hold(now_s + left.reset_s)
             self._keep_pause("submit_pause", self._submit_gate.until_s, now_s, now_ms)
 
-    def _count_no_ids(self, call: Call, outcome: Outcome) -> None:
-        if not outcome.no_id:
-            self._no_id_rows.clear()
+    def _count_strays(self, call: Call, outcome: Outcome) -> None:
+        """Stop where several rows in a row are answered as by no Sume.
+
+        Where a job was ever accepted, a name that is not found is the row's own fault.
+        """
+        own_fault = outcome.landing is Landing.REFUSED and self._ledger.ever_accepted()
+        if not outcome.stray or own_fault:
+            self._strays.clear()
             return
-        self._no_id_rows.add(call.job.id)
-        if len(self._no_id_rows) >= NO_ID_ROWS:
-            self._stop_for(
-                Halt.SUBMITS,
-                f"{NO_ID_ROWS} rows in a row were answered without a job id"
-                f" ({outcome.trouble}); check SUME_API_BASE_URL",
-            )
+        self._strays.add(call.job.id)
+        if len(self._strays) >= STRAY_ROWS:
+            trouble = f"{STRAY_ROWS} rows in a row were answered as by no Sume"
+            self._stop_for(Halt.SUBMITS, f"{trouble} ({outcome.trouble}); check SUME_API_BASE_URL")
 
     def _keep_pause(self, name: str, until_s: float, now_s: float, now_ms: int) -> None:
         """Store the end of a pause: a restart does not shorten it."""
@@ -3590,7 +3690,7 @@ class Engine:
     def _reload(self, now_s: float) -> None:
         """Now and then, count again: other commands change rows beside a run."""
         if now_s - self._loaded_s >= TOTALS_RELOAD_S:
-            self._loaded_s, self._after = now_s, 0
+            self._loaded_s = now_s
             self._totals.become(self._ledger.totals())
 
     def _deadline_passed(self) -> bool:
@@ -3613,39 +3713,25 @@ class Engine:
             assert self._closing_s is not None
             waited = now_s - self._closing_s >= SIGNAL_GRACE_S
             return waited or self._submits_flying() == 0
-        self._give_up_late_jobs(now_s)
-        return not self._flying and not self._is_work_left()
+        return not self._flying and not self._is_work_left(now_s)
 
-    def _give_up_late_jobs(self, now_s: float) -> None:
-        """Stop waiting for jobs past --job-deadline, once each was read in this run.
+    def _is_given_up(self, job: Job, now_s: float) -> bool:
+        """Say whether a job is past --job-deadline and was read in this run.
 
-        Their rows stay open: the clip still renders and is paid for.
+        Its row stays open, and is read on while the run has other work: the clip still
+        renders and is paid for.
         """
-        limit = self._settings.job_deadline_s
-        if limit is None:
-            return
-        for id, seen in self._seen.items():
-            if seen.was_read and now_s - seen.since_s >= limit:
-                self._given_up.add(id)
+        limit, seen = self._settings.job_deadline_s, self._see(job)
+        return limit is not None and seen.was_read and now_s - seen.since_s >= limit
 
-    def _is_work_left(self) -> bool:
-        ledger = self._ledger
+    def _is_work_left(self, now_s: float) -> bool:
         for status in OPEN:
-            if any(job.id not in self._given_up for job in ledger.with_status(status)):
+            if any(not self._is_given_up(j, now_s) for j in self._ledger.with_status(status)):
                 return True
         if self._halt is not None:
             return False
-        if ledger.with_status(Status.SENDING, limit=1):
-            return True
-        limit = self._settings.limit
-        spent = limit is not None and len(self._first_sends) >= limit
-        after = 0
-        while batch := ledger.with_status(Status.QUEUED, after, 1000):
-            for job in batch:
-                if self._in_scope(job) and (not spent or job.id in self._first_sends):
-                    return True
-            after = batch[-1].id
-        return False
+        sending = self._ledger.with_status(Status.SENDING, limit=1)
+        return bool(sending) or self._peek_queued() is not None
 
     def _wait_s(self) -> float:
         """Return how long nothing can be due; an answer or a signal ends the wait sooner."""
@@ -3721,7 +3807,8 @@ _ORDER = {
 # Rows that a table of a run remembers beside the ones that run.
 RECENT_ROWS = 200
 # Each column with the window width from which it is shown; the rest always are.
-_WIDE_COLUMNS = {"prompt": 60, "job id": 100, "model": 80, "seconds": 100, "trouble": 60}
+# (the last column of a window stays empty).
+_WIDE_COLUMNS = {"prompt": 59, "model": 79, "job id": 99, "seconds": 99, "trouble": 59}
 
 
 def jobs_table(jobs: Sequence[Job], now_ms: int, width: int) -> Table:
@@ -3730,7 +3817,7 @@ def jobs_table(jobs: Sequence[Job], now_ms: int, width: int) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, expand=width >= 60, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, expand=width >= 59, pad_edge=False)
     shown = [name for name in _CELLS if width >= _WIDE_COLUMNS.get(name, 0)]
     if not any(job.note or job.trouble for job in jobs):
         shown = [name for name in shown if name != "trouble"]
@@ -3763,6 +3850,13 @@ def _age(job: Job, now_ms: int) -> str:
     return show_time(((job.finished_at or now_ms) - start) / 1000) if start else ""
 
 
+def _trouble(job: Job) -> str:
+    """Return why it ended so, or the last trouble and how many reads went wrong."""
+    if job.note or not job.trouble or job.status not in OPEN:
+        return job.note or job.trouble or ""
+    return f"{job.trouble} ({job.poll_errors} bad reads)"
+
+
 def _money(job: Job, now_ms: int) -> str:
     if job.cost_micros is None:
         ended = job.status in FINAL or job.status is Status.REVIEW
@@ -3779,7 +3873,7 @@ _CELLS: Mapping[str, Callable[[Job, int], str]] = {
     "status": lambda job, now: job.status,
     "age": _age,
     "cost": _money,
-    "trouble": lambda job, now: job.note or job.trouble or "",
+    "trouble": lambda job, now: _trouble(job),
 }
 
 
@@ -3913,7 +4007,8 @@ class LiveTable:
         options = self._console.options.update(width=max(width - 1, 1))
         above = self._console.render_lines(Group(*parts), options, pad=False)
         room = height - len(above) - 6
-        table = jobs_table(view.rows(room), view.now_ms, width - 1)
+        rows = view.rows(room)
+        table = jobs_table(rows, view.now_ms, width - 1) if rows else Text("")
         return Constrain(Group(*parts, table, Text("")), width - 1)
 
 
@@ -3935,24 +4030,24 @@ class PlainLog:
         match event:
             case Notice():
                 about = f"row '{event.row}': " if event.row else ""
-                self._say(f"{about}{event.text}", event)
+                self._say(f"{about}{event.text}")
             case Changed(before=before, after=after):
                 news = after.status is not before.status or after.trouble != before.trouble
                 if news:
-                    self._say(self._line(after), event)
+                    self._say(self._line(after))
             case Tick():
                 if time.monotonic() - self._spoke_s >= HEARTBEAT_S:
                     waiting = f"; waiting: {event.waiting}" if event.waiting else ""
-                    self._say(f"{totals_line(self._view.totals).plain}{waiting}", event)
+                    self._say(f"{totals_line(self._view.totals).plain}{waiting}")
 
     def _line(self, job: Job) -> str:
         parts = [f"{job.row}: {job.status}"]
         parts += [job.job_id] if job.job_id else []
         parts += [_money(job, 0)] if job.status in FINAL and _money(job, 0) else []
-        why = job.note or job.trouble
+        why = _trouble(job)
         return "  ".join([*parts, *([f"({why})"] if why else [])])
 
-    def _say(self, text: str, event: Event) -> None:
+    def _say(self, text: str) -> None:
         self._spoke_s = time.monotonic()
         at_s = (self._view.now_ms or 0) / 1000
         stamp = time.strftime("%H:%M:%S", time.localtime(at_s)) if at_s else "--:--:--"
@@ -3997,6 +4092,7 @@ def _job_json(job: Job, outputs: Sequence[Output]) -> dict[str, Any]:
 # A small Sume on loopback: real sockets, keys remembered, jobs that take seconds, costs
 # from a price table. It needs no API key and spends nothing.
 
+STAND_IN_KEY = "no-key-is-needed-here"
 STAND_IN_VIDEO_MICROS_PER_S = 50_000
 STAND_IN_IMAGE_MICROS = 20_000
 # Jobs that it works on at once; one more is answered with queue_full.
@@ -4044,7 +4140,6 @@ class StandIn:
 
     def __init__(self, state: Path) -> None:
         """Raises LedgerError when its state file cannot be used."""
-        self._state = state
         self._lock = threading.Lock()
         try:
             self._db = sqlite3.connect(state, isolation_level=None, check_same_thread=False)
@@ -4057,7 +4152,7 @@ class StandIn:
     def __enter__(self) -> Account:
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
         port = self._server.server_address[1]
-        return Account(f"http://127.0.0.1:{port}/v1", STAND_IN, STAND_IN)
+        return Account(f"http://127.0.0.1:{port}/v1", STAND_IN, STAND_IN_KEY)
 
     def __exit__(self, *exc: object) -> None:
         self._server.shutdown()
@@ -4103,10 +4198,10 @@ class StandIn:
         # Two to six seconds, told by the key: the same run looks the same again.
         takes_ms = 2000 + int(sha256[:4], 16) % 4000
         facts = {"id": id, "key": key, "kind": kind, "sha256": sha256, "cost": cost, "now": now}
-        self._db.execute("BEGIN IMMEDIATE")
-        self._db.execute(STAND_IN_ADD, facts | {"ends": now + takes_ms})
-        self._db.execute(STAND_IN_CHARGE, {"id": id, "cost": cost, "now": now})
-        self._db.execute("COMMIT")
+        with self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.execute(STAND_IN_ADD, facts | {"ends": now + takes_ms})
+            self._db.execute(STAND_IN_CHARGE, {"id": id, "cost": cost, "now": now})
 
     def _job(self, id: str, result: bool, line: Any, now: int) -> tuple[int, dict[str, Any]]:
         kind, cost, accepted, ends = line
@@ -4193,6 +4288,10 @@ class ErrorBoundary(TyperGroup):
         except BrokenPipeError as exc:
             # The reader of a pipe has what it wanted (| head).
             raise typer.Exit(Exit.DONE) from exc
+        except OSError as exc:
+            where = f"{inert(exc.filename)}: " if exc.filename else ""
+            _complain(f"error: {where}{exc.strerror}; check the path and the free space")
+            raise typer.Exit(Exit.LEDGER) from exc
         except Exception as exc:
             if type(exc).__module__.partition(".")[0] in ("typer", "click"):
                 raise
@@ -4357,6 +4456,8 @@ def _open_input(file: str, stack: contextlib.ExitStack) -> BinaryIO:
         if file != "-" and stat.S_ISREG(os.stat(file).st_mode):
             return stack.enter_context(open(file, "rb"))
         aside: BinaryIO = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        if file == "-" and sys.stdin is None:
+            raise UsageError("stdin is closed")
         if file == "-":
             shutil.copyfileobj(sys.stdin.buffer, aside)
         else:
@@ -4396,7 +4497,7 @@ def add_rows(
 
     if not path.exists():
         with contextlib.suppress(FileExistsError):
-            return create_ledger(path, namespace or secrets.token_hex(8), fill)
+            return create_ledger(path, namespace or os.urandom(8).hex(), fill)
     with open_ledger(path) as ledger:
         made_with = ledger.meta("namespace")
         if namespace not in (None, made_with):
@@ -4412,9 +4513,9 @@ def _say_added(added: Added, path: Path) -> None:
     if added.existing:
         there = (
             f"; {added.existing} were there already and are not bought again"
-            " (another id or --take buys another)"
+            " (a new id, or --take for rows without one, buys another)"
         )
-    _complain(f"{path}: {added.new} rows added{there}")
+    _complain(f"{path}: {added.new} row{'' if added.new == 1 else 's'} added{there}")
 
 
 @app.command(epilog="\b\n" + EXIT_CODES)
@@ -4513,7 +4614,7 @@ def run(
     Example: sume-resume run clips.jsonl --model seedance-2.5 --deadline 2h
     """
     path, defaults = (_ledger_path(db, simulate), _defaults(model, duration, kind, set, take))
-    if key_ttl is not None and key_ttl <= POST_DEADLINE_S:
+    if key_ttl is not None and key_ttl < 2 * POST_DEADLINE_S:
         raise UsageError(
             f"--key-ttl: must be above {show_time(POST_DEADLINE_S)}, the time of a submit"
         )
@@ -4540,13 +4641,15 @@ def run(
     with contextlib.ExitStack() as stack:
         stack.enter_context(RunLock(path))
         scope = None
+        if path.exists():
+            with open_ledger(path) as there:
+                there.quick_check()
         if file is not None:
             stream = _open_input(file, stack)
             added = add_rows(path, stream, file, defaults, namespace)
             scope = added.rows
             _say_added(added, path)
         ledger = stack.enter_context(open_ledger(path))
-        ledger.quick_check()
         if account is None or make_api is None:
             account = stack.enter_context(StandIn(stand_in_state(path)))
             make_api = client_factory(account, clock)
@@ -4629,7 +4732,9 @@ def _summarize(ledger: Ledger, ending: Ending, scope: set[str] | None, file: str
             continue
         mine[job.status] += 1
         if job.status not in (Status.QUEUED, Status.COMPLETED):
-            _name(named, job.status, f"{job.row} ({job.job_id or job.note or job.trouble})")
+            # Both open words mean the same to a person here.
+            group = Status.PENDING if job.status in OPEN else job.status
+            _name(named, group, f"{job.row} ({job.job_id or job.note or job.trouble})")
     for status in (Status.REVIEW, Status.REJECTED, Status.FAILED, Status.EXPIRED):
         if named.get(status):
             _complain(f"{status}: {', '.join(named[status])}")
@@ -4638,7 +4743,7 @@ def _summarize(ledger: Ledger, ending: Ending, scope: set[str] | None, file: str
             f"not sent, because they are not in {file}: {', '.join(named[Status.QUEUED])}"
             " (run without a file sends them)"
         )
-    return _verdict(ending, mine, [n for s in OPEN for n in named.get(s, [])])
+    return _verdict(ending, mine, named.get(Status.PENDING, []))
 
 
 def _name(named: dict[Status, list[str]], status: Status, text: str) -> None:
@@ -4652,7 +4757,7 @@ def _name(named: dict[Status, list[str]], status: Status, text: str) -> None:
 def _verdict(ending: Ending, mine: Counter[Status], running: Sequence[str]) -> Exit:
     unfinished = sum(n for status, n in mine.items() if status not in FINAL | {Status.REVIEW})
     if unfinished:
-        why = "a deadline or limit was reached"
+        why = "the deadline was reached" if ending.deadline else "a limit was reached"
         if ending.signal is not None:
             why = f"stopped by {signal.Signals(ending.signal).name}"
         elif ending.halt is not None:
@@ -4729,6 +4834,9 @@ def _print_table(jobs: Iterable[Job], totals: Totals) -> None:
 
 def main() -> None:
     """Run the command line. Text that a console cannot show is replaced, never an error."""
+    # A daemon may have closed them.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  open to the end
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")

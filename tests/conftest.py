@@ -223,5 +223,11 @@ def desk(tmp_path: Path, server: FakeSume, clock: FakeClock) -> Desk:
     return Desk(tmp_path / "jobs.db", server, clock)
 
 
+def reading_of(answer: sume_resume.Reply | sume_resume.Failure, of_result: bool = False) -> Any:
+    """Read an answer as the one to the question that it names."""
+    asked = sume_resume.job_id_of(getattr(answer, "data", None)) or "job_1"
+    return sume_resume.reading_of(answer, asked, of_result)
+
+
 def statuses(jobs: Iterable[Job]) -> list[str]:
     return [str(job.status) for job in jobs]

@@ -50,7 +50,7 @@ def make(path: Path) -> None:
     sr.add_rows(path, io.BytesIO(rows()), "clips.jsonl", defaults, "example", at_ms=AT_MS)
     with sr.open_ledger(path) as ledger, ledger.transaction():
         ledger._execute(sr.SQL_SET_META, name="salt", value=SALT)
-        account = sr.Account("http://127.0.0.1/v1", sr.STAND_IN, sr.STAND_IN)
+        account = sr.Account("http://127.0.0.1/v1", sr.STAND_IN, sr.STAND_IN_KEY)
         ledger.record_account(account.origin, account.fingerprint(SALT))
         jobs = ledger.with_status(sr.Status.QUEUED)
         for number, job in enumerate(jobs[:5]):
@@ -69,7 +69,7 @@ def complete(ledger: sr.Ledger, job: sr.Job, at_ms: int) -> None:
         "usage": {"captured_usd_micros": micros, "status": "captured"},
         "url": f"https://media.invalid/artifacts/{id}.mp4",
     }
-    reading = sr.reading_of(sr.Reply(200, {}, said))
+    reading = sr.reading_of(sr.Reply(200, {}, said), id)
     ledger.record_final(accepted, sr.Status.COMPLETED, reading, None, at_ms + 5000)
 
 

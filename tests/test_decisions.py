@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import START_MS, jsonl
+from conftest import START_MS, jsonl, reading_of
 
 from sume_resume import (
     BACKOFF_CAP_S,
@@ -69,7 +69,6 @@ from sume_resume import (
     poll_wait_s,
     quiet,
     read_rows,
-    reading_of,
     result_urls,
     retry_after_s,
     row_id,
@@ -416,7 +415,7 @@ L, P, H = Landing, Pause, Halt
 OUTCOMES: dict[str, tuple[Reply | Failure, dict[str, Any]]] = {
     "not sent": (Failure(Miss.NOT_SENT, "x"), {"landing": L.NOT_LANDED, "pause": P.OFFLINE}),
     "settings": (Failure(Miss.SETTINGS, "x"), {"landing": L.NOT_LANDED, "halt": H.EVERYTHING}),
-    "stale": (Failure(Miss.STALE, "x"), {"landing": L.STALE}),
+    "stale": (Failure(Miss.STALE, "x"), {"landing": L.STALE, "pause": P.RATE}),
     "no answer": (Failure(Miss.UNKNOWN, "x"), {"landing": L.UNKNOWN, "pause": P.RATE}),
     "202": (reply(202, {"id": "job_a"}), {"landing": L.ACCEPTED, "job_id": "job_a"}),
     "200 replay": (
@@ -449,22 +448,22 @@ OUTCOMES: dict[str, tuple[Reply | Failure, dict[str, Any]]] = {
     ),
     "2xx without an id": (
         reply(200, {"ok": True}),
-        {"landing": L.UNKNOWN, "doubtful": True, "no_id": True},
+        {"landing": L.UNKNOWN, "doubtful": True, "stray": True},
     ),
     "2xx with a correlation id": (
         reply(202, {"request_id": "req_1"}),
-        {"landing": L.UNKNOWN, "doubtful": True, "no_id": True},
+        {"landing": L.UNKNOWN, "doubtful": True, "stray": True},
     ),
-    "2xx web page": (reply(200, PAGE), {"landing": L.UNKNOWN, "doubtful": True, "no_id": True}),
-    "2xx empty": (reply(202, b""), {"landing": L.UNKNOWN, "doubtful": True, "no_id": True}),
+    "2xx web page": (reply(200, PAGE), {"landing": L.UNKNOWN, "doubtful": True, "stray": True}),
+    "2xx empty": (reply(202, b""), {"landing": L.UNKNOWN, "doubtful": True, "stray": True}),
     "2xx truncated": (
         reply(202, b'{"data": {"job"'),
-        {"landing": L.UNKNOWN, "doubtful": True, "no_id": True},
+        {"landing": L.UNKNOWN, "doubtful": True, "stray": True},
     ),
-    "2xx list": (reply(202, []), {"landing": L.UNKNOWN, "doubtful": True, "no_id": True}),
+    "2xx list": (reply(202, []), {"landing": L.UNKNOWN, "doubtful": True, "stray": True}),
     "2xx error body": (
         reply(200, err("oops")),
-        {"landing": L.UNKNOWN, "doubtful": True, "no_id": True},
+        {"landing": L.UNKNOWN, "doubtful": True, "stray": True},
     ),
     "301": (reply(301, b""), {"landing": L.NOT_LANDED, "halt": H.EVERYTHING}),
     "308": (reply(308, {"id": "job_a"}), {"landing": L.NOT_LANDED, "halt": H.EVERYTHING}),
@@ -474,7 +473,10 @@ OUTCOMES: dict[str, tuple[Reply | Failure, dict[str, Any]]] = {
     "415": (reply(415, err("bad_type")), {"landing": L.REFUSED}),
     "422": (reply(422, err("invalid_request")), {"landing": L.REFUSED}),
     "403 policy": (reply(403, err("content_policy_rejected")), {"landing": L.REFUSED}),
-    "404 coded": (reply(404, err("not_found", "unknown model")), {"landing": L.REFUSED}),
+    "404 coded": (
+        reply(404, err("not_found", "unknown model")),
+        {"landing": L.REFUSED, "stray": True},
+    ),
     "400 key": (reply(400, err("idempotency_mismatch")), {"landing": L.CONFLICT}),
     "422 key": (reply(422, err("idempotency_key_reused")), {"landing": L.CONFLICT}),
     "409 key": (reply(409, err("idempotency_key_reused")), {"landing": L.CONFLICT}),
@@ -514,7 +516,7 @@ OUTCOMES: dict[str, tuple[Reply | Failure, dict[str, Any]]] = {
     ),
     "418": (reply(418, b""), {"landing": L.UNKNOWN, "pause": P.RATE, "doubtful": True}),
     "error as a string": (reply(400, {"error": "bad_request"}), {"landing": L.REFUSED}),
-    "error code as a number": (reply(404, err(404)), {"landing": L.REFUSED}),
+    "error code as a number": (reply(404, err(404)), {"landing": L.REFUSED, "stray": True}),
 }
 
 
@@ -828,9 +830,10 @@ def test_a_read_without_a_status_is_a_bad_read(body: Any) -> None:
 def test_reading_of_codes(answer: Reply | Failure, said: Said, pause: Pause | None) -> None:
     for of_result in (False, True):
         reading = reading_of(answer, of_result)
-        missing = isinstance(answer, Reply) and answer.code in (404, 405, 410)
-        # A result route that is not there says nothing of the job, which was read.
-        wanted = Said.GONE if of_result and missing else said
+        code = answer.code if isinstance(answer, Reply) else 0
+        refused = 300 <= code < 500 and code != 429 and said is not Said.NOT_READY
+        # A result route that refuses says nothing of the job, which was read.
+        wanted = Said.GONE if of_result and refused else said
         assert (reading.said, reading.pause) == (wanted, pause)
         assert reading.trouble
         assert "<" not in reading.trouble
@@ -936,7 +939,8 @@ def test_unwrap(data: object, wanted: object) -> None:
 def cost_on_the_wire(usage: str) -> Cost:
     """Read a cost from the bytes of an answer, so that odd literals take their real way."""
     answer = parse_reply(200, {}, b'{"status":"completed","usage":%s}' % usage.encode())
-    return reading_of(answer).cost
+    cost: Cost = reading_of(answer).cost
+    return cost
 
 
 @pytest.mark.parametrize(
@@ -959,6 +963,12 @@ def cost_on_the_wire(usage: str) -> Cost:
         ('{"captured_usd_cents": 12, "refunded_usd_micros": 20000}', 100_000, "refunded"),
         ('{"captured_usd_micros": 1000000000000}', MAX_MICROS, "captured"),
         ('{"captured_usd_micros": 1000000000001}', None, None),
+        ('{"captured_usd_micros": 0, "status": "reserved"}', None, "reserved"),
+        (
+            '{"captured_usd_micros": 0, "billable_usd_micros": 250, "status": "reserved"}',
+            250,
+            "reserved",
+        ),
         ('{"captured_usd_micros": 500, "refunded_usd_micros": "all"}', None, None),
         ('{"cost": 0.1}', 100_000, "stated"),
         ('{"cost": "0.10"}', 100_000, "stated"),

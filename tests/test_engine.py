@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
+import json
 import shutil
+import socket
+import sqlite3
+import threading
 from collections import deque
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import KEY, START_MS, Desk, clips, statuses
-from servers import FakeSume, Reply, Request, drop_after, drop_before
+from servers import FakeSume, Reply, Request, accept_and_say, drop_after, drop_before
 from servers import error as err
 
 import sume_resume
@@ -217,7 +224,7 @@ def test_a_clock_set_back_while_sending_holds_the_replay(desk: Desk) -> None:
 
 
 def test_a_clock_set_back_in_a_long_run_sends_unknown_rows_to_review(desk: Desk) -> None:
-    """It fell by an hour while the first send's outcome was unknown: its age says nothing."""
+    """It fell by ten minutes while the outcome of a send was unknown: its age says nothing."""
     desk.add(*clips(1))
     desk.clock.advance(10)
     desk.server.on_submit = drop_before
@@ -226,11 +233,10 @@ def test_a_clock_set_back_in_a_long_run_sends_unknown_rows_to_review(desk: Desk)
     def during(engine: Engine, event: Event) -> None:
         if len(desk.server.posts) == 1 and not turned and desk.clock.wall_ms() > START_MS:
             turned.append(True)
-            desk.clock.wall += 7200_000
-            desk.clock.most_ahead_ms()
-            desk.clock.wall -= 7200_000
+            desk.clock.advance(HOUR)
+            desk.clock.set_back(600)
 
-    desk.run(during=during, deadline_s=600.0)
+    desk.run(during=during, deadline_s=2 * HOUR)
     assert len(desk.server.posts) == 1
     assert desk.job().status == "review"
 
@@ -462,7 +468,7 @@ def test_a_row_changed_by_another_command_is_let_be(desk: Desk) -> None:
         if call.errand is Errand.READ and not done:
             with open_ledger(desk.path) as other:
                 job = other.job(call.job.id)
-                reading = replace(sume_resume.reading_of(Reply_("cancelled")))
+                reading = sume_resume.reading_of(Reply_("cancelled"), "")
                 done.append(other.record_final(job, Status.CANCELLED, reading, None, START_MS))
 
     desk.run(before=before)
@@ -510,33 +516,323 @@ def test_disk_full_at_the_id_names_the_job_once(desk: Desk) -> None:
     assert len(desk.server.charges) == 2
 
 
-def test_a_locked_ledger_is_waited_for_with_an_answer_in_hand(desk: Desk) -> None:
+def lock(path: Path) -> sqlite3.Connection:
+    """Be another process that has the ledger's write lock."""
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    return other
+
+
+def test_a_locked_ledger_is_waited_for_with_an_answer_in_hand(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An id is never dropped: the run waits longer than any limit, and then records it."""
+    monkeypatch.setattr(sume_resume, "BUSY_TIMEOUT_MS", 1)
+    desk.add(*clips(1))
+    others: list[sqlite3.Connection] = []
+
+    def before(call: Call) -> None:
+        if not others:
+            others.append(lock(desk.path))
+
+    def during(engine: Engine, event: Event) -> None:
+        if sum("another process" in notice for notice in desk.notices) == 40:
+            others[0].close()
+
+    desk.run(before=before, during=during)
+    assert len(desk.notices) >= 40
+    assert desk.history() == ["added", "prepared", "accepted", "final"]
+    assert len(desk.server.posts) == 1
+
+
+@pytest.mark.parametrize("signalled", [False, True])
+def test_a_locked_ledger_without_an_answer_ends_the_run(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, signalled: bool
+) -> None:
+    """After a minute of waiting by itself, or at once when somebody presses Ctrl-C."""
+    monkeypatch.setattr(sume_resume, "BUSY_TIMEOUT_MS", 1)
+    desk.add(*clips(1))
+    others: list[sqlite3.Connection] = []
+
+    def during(engine: Engine, event: Event) -> None:
+        if isinstance(event, Started):
+            others.append(lock(desk.path))
+        elif signalled:
+            engine.stop(15)
+
+    if signalled:
+        assert desk.run(during=during).signal == 15
+    else:
+        with pytest.raises(LedgerBusy):
+            desk.run(during=during)
+    others[0].close()
+    assert len(desk.notices) == (1 if signalled else sume_resume.BUSY_TRIES - 1)
+    assert desk.server.posts == []
+
+
+def test_a_long_wait_for_the_ledger_is_no_overrun(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call is timed from its start, so a refusal after a slow commit is still a refusal."""
+    monkeypatch.setattr(sume_resume, "BUSY_TIMEOUT_MS", 1)
+    desk.add(*clips(1))
+    desk.server.on_submit = Reply(400, err("bad_request"))
+    others: list[sqlite3.Connection] = []
+
+    def during(engine: Engine, event: Event) -> None:
+        if isinstance(event, Started):
+            others.append(lock(desk.path))
+        elif len(desk.notices) == 5:
+            desk.clock.advance(300)
+            others[0].close()
+
+    desk.run(during=during)
+    assert desk.job().status == "rejected"
+
+
+# -- waits that must end, and waits that must be there --
+
+
+def test_a_replay_beside_open_jobs_is_no_hot_loop(desk: Desk) -> None:
+    """The queue is full with our own job while another row's answer is still unknown."""
+    desk.add(*clips(2))
+    desk.server.reads_to_finish = 10**6
+    desk.server.submits.extend([lambda server, request: None, drop_after])
+    desk.server.on_submit = Reply(429, err("queue_full"))
+    desk.run(concurrency=2, deadline_s=120.0, writes_per_minute=120.0)
+    assert desk.job("r2").status == "sending"
+    assert len(desk.server.posts) <= 15
+
+
+def test_a_job_past_its_deadline_is_read_on_while_others_wait(desk: Desk) -> None:
+    """Its place in the queue is what the next row waits for."""
+    queue = Queue(desk, places=2, takes_s=600.0)
+    desk.add(*clips(3))
+    ending = desk.run(job_deadline_s=60.0, deadline_s=6 * HOUR, poll_interval_s=5.0)
+    assert not ending.deadline
+    assert statuses(desk.jobs().values())[:2] == ["completed"] * 2
+    assert len(desk.server.charges) == 3
+    assert queue.full <= 3
+
+
+def test_a_clock_correction_harms_no_later_row(desk: Desk) -> None:
+    """Rows first sent after the clock was set back have ages that can be told."""
+    desk.add(*clips(4))
+    turned: list[bool] = []
+
+    def submit(server: FakeSume, request: Request) -> Reply | None:
+        first = sum(post.key == request.key for post in server.posts) == 1
+        return Reply(502, b"<html>") if first and turned else None
+
+    def during(engine: Engine, event: Event) -> None:
+        if len(desk.server.charges) == 1 and not turned:
+            turned.append(True)
+            desk.clock.set_back(600)
+
+    desk.server.on_submit = submit
+    desk.run(during=during, writes_per_minute=30.0)
+    assert statuses(desk.jobs().values()) == ["completed"] * 4
+
+
+def test_a_wrong_path_does_not_use_up_a_ledger(desk: Desk) -> None:
+    """Three rows not found, and never one accepted: it is the base URL."""
+    desk.add(*clips(10))
+    desk.server.on_submit = Reply(404, err("not_found"))
+    ending = desk.run(writes_per_minute=120.0)
+    assert "SUME_API_BASE_URL" in (ending.halt or "")
+    assert statuses(desk.jobs().values()).count("rejected") == 3
+    assert statuses(desk.jobs().values()).count("queued") == 7
+
+
+def test_unknown_models_after_an_accept_are_the_rows_fault(desk: Desk) -> None:
+    desk.add(*clips(6))
+    desk.server.submits.append(lambda server, request: None)
+    desk.server.on_submit = Reply(404, err("not_found", "unknown model"))
+    ending = desk.run(writes_per_minute=120.0)
+    assert ending.halt is None
+    assert statuses(desk.jobs().values()) == ["completed"] + ["rejected"] * 5
+
+
+def test_a_changed_cost_leaves_its_history(desk: Desk) -> None:
+    desk.add(*clips(1))
+    desk.server.on_read = Reply(200, {"status": "processing", "usage": {"cost": 0.3}})
+    desk.run(deadline_s=30.0)
+    desk.server.on_read = None
+    desk.run()
+    with open_ledger(desk.path) as ledger:
+        last = ledger.history(desk.job())[-1]
+    assert "cost was $0.300000, is $0.100000" in last[6]
+
+
+# -- workers --
+
+
+class Slow:
+    """A client whose reads take until they are let go."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.read_ids: list[str] = []
+
+    def read(self, kind: str, job_id: str) -> sume_resume.Reply:
+        self.read_ids.append(job_id)
+        if job_id.startswith("slow"):
+            self.go.wait(30)
+        return Reply_("completed")
+
+    def close(self) -> None:
+        pass
+
+
+def test_an_abandoned_worker_is_replaced_and_ends(desk: Desk) -> None:
+    """Its place is free at once, and no call ever waits behind a stuck one."""
+    desk.add(*clips(1))
+    job = replace(desk.job(), job_id="slow_1")
+    slow = Slow()
+    workers = sume_resume.Workers(lambda: slow, sume_resume.Clock(), 2)  # type: ignore[arg-type,return-value]
+
+    def call(job_id: str) -> Call:
+        named = replace(job, job_id=job_id)
+        return Call(errand=Errand.READ, job=named, sent_s=0.0, before=named)
+
+    first, second = call("slow_1"), call("slow_2")
+    workers.start(first)
+    workers.start(second)
+    assert workers.free() == 0
+    workers.abandon(first)
+    workers.abandon(second)
+    assert workers.free() == 2
+    workers.start(call("quick_3"))
+    answers = workers.wait(20)
+    assert [answer.call.job.job_id for answer in answers] == ["quick_3"]
+    slow.go.set()
+    late = [*workers.wait(20), *workers.wait(20)]
+    assert {answer.call.job.job_id for answer in late} == {"slow_1", "slow_2"}
+    workers.close()
+    assert sorted(slow.read_ids) == ["quick_3", "slow_1", "slow_2"]
+
+
+def test_a_client_that_cannot_be_made_sends_nothing(desk: Desk) -> None:
     desk.add(*clips(1))
 
-    class Locked(Ledger):
-        left = 40
+    def broken() -> Any:
+        raise OSError("too many open files")
 
-        def _execute(self, sql: str, **values: object) -> Any:
-            if sql == sume_resume.SQL_BEGIN and desk.server.posts and Locked.left:
-                Locked.left -= 1
-                raise LedgerBusy("locked")
-            return super()._execute(sql, **values)
+    workers = sume_resume.Workers(broken, sume_resume.Clock(), 1)
+    job = desk.job()
+    workers.start(Call(errand=Errand.SUBMIT, job=job, sent_s=0.0, before=job))
+    (answer,) = workers.wait(20)
+    workers.close()
+    assert isinstance(answer.meaning, sume_resume.Outcome)
+    assert answer.meaning.landing is sume_resume.Landing.NOT_LANDED
+    assert answer.meaning.halt is sume_resume.Halt.EVERYTHING
 
-    desk.run(make_ledger=Locked)
+
+# -- a server that mixes its answers up --
+
+
+class TwiceServer:
+    """Answers each request twice on one connection, as a broken proxy does."""
+
+    def __init__(self) -> None:
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.posts = 0
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+
+    def accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                peer, _ = self.socket.accept()
+                threading.Thread(target=self.serve, args=(peer,), daemon=True).start()
+
+    def serve(self, peer: socket.socket) -> None:
+        with contextlib.suppress(OSError), peer, peer.makefile("rb") as lines:
+            while line := lines.readline():
+                length = 0
+                while (header := lines.readline().strip()) != b"":
+                    if header.lower().startswith(b"content-length:"):
+                        length = int(header.split(b":")[1])
+                lines.read(length)
+                peer.sendall(self.answer(line))
+
+    def answer(self, line: bytes) -> bytes:
+        method, path, _ = line.decode().split()
+        if method == "POST":
+            self.posts += 1
+            return packed({"id": f"job_{self.posts}"}) + packed({"id": f"ghost_{self.posts}"})
+        done = {"id": path.split("/")[3], "status": "completed", "usage": {"cost": 1}}
+        return packed(done | {"url": f"u-{path}"}) * 2
+
+
+def packed(data: dict[str, Any]) -> bytes:
+    body = json.dumps(data).encode()
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+
+
+def test_a_second_answer_on_a_connection_is_nobodys(desk: Desk) -> None:
+    """P2, P3: it is not taken for the answer to the next row, of submits nor of reads."""
+    desk.add(*clips(4))
+    twice = TwiceServer()
+    desk.server = twice  # type: ignore[assignment]
+    desk.run(concurrency=1)
+    twice.socket.close()
+    jobs = desk.jobs().values()
+    assert [job.job_id for job in jobs] == ["job_1", "job_2", "job_3", "job_4"]
+    assert statuses(jobs) == ["completed"] * 4
+    with open_ledger(desk.path) as ledger:
+        urls = [ledger.outputs(job)[0].url for job in jobs]
+    assert urls == [f"u-/v1/videos/job_{n}" for n in range(1, 5)]
+
+
+def test_a_read_that_names_another_job_ends_no_row(desk: Desk) -> None:
+    desk.add(*clips(2))
+    other = {"id": "job_other", "status": "completed", "usage": {"cost": 9}, "url": "u"}
+    desk.server.reads.extend([Reply(200, other)] * 3)
+    desk.run()
+    jobs = desk.jobs().values()
+    assert {job.cost_micros for job in jobs} == {100_000}
+    assert sum(job.poll_errors for job in jobs) == 3
+
+
+@pytest.mark.parametrize("code", [302, 400, 401, 403, 404, 405, 410])
+def test_a_result_route_that_refuses_stops_nothing(desk: Desk, code: int) -> None:
+    desk.add({"id": "i", "prompt": "clip 1.", "kind": "image"}, *clips(3))
+    desk.server.results.extend([Reply(code, b"", {"Location": "https://x.invalid"})])
+    ending = desk.run()
+    assert ending.halt is None
+    assert statuses(desk.jobs().values()) == ["completed"] * 4
+
+
+def test_a_deep_answer_with_an_id_is_accepted(desk: Desk) -> None:
+    desk.add(*clips(1))
+    deep = b"[" * 300 + b"]" * 300
+    desk.server.submits.append(
+        lambda server, r: Reply(202, b'{"id":"%s","x":%s}' % (server.make_job(r).id.encode(), deep))
+    )
+    desk.run()
     assert desk.job().status == "completed"
     assert len(desk.server.posts) == 1
 
 
-def test_a_locked_ledger_without_an_answer_ends_the_run(desk: Desk) -> None:
+def test_an_answer_packed_twice_is_not_unpacked(desk: Desk) -> None:
     desk.add(*clips(1))
+    bomb = gzip.compress(gzip.compress(bytes(10**7)))
+    headers = {"Content-Encoding": "gzip, gzip"}
+    desk.server.submits.append(accept_and_say(202, bomb, headers=headers))
+    desk.run()
+    assert desk.server.posts[0].headers["accept-encoding"] == "identity"
+    assert desk.job().status == "completed"
+    assert len(desk.server.charges) == 1
 
-    class Locked(Ledger):
-        def _execute(self, sql: str, **values: object) -> Any:
-            if sql == sume_resume.SQL_BEGIN and self.meta("origin"):
-                raise LedgerBusy("locked")
-            return super()._execute(sql, **values)
 
-    with pytest.raises(LedgerBusy):
-        desk.run(make_ledger=Locked)
-    assert desk.server.posts == []
+def test_the_stand_in_takes_no_ledger_that_was_sent_from(desk: Desk) -> None:
+    """A row that may have been paid for is no toy."""
+    kill_in_flight(desk)
+    account = sume_resume.Account("http://127.0.0.1:9/v1", sume_resume.STAND_IN, "k")
+    with open_ledger(desk.path) as ledger, pytest.raises(AccountError):
+        sume_resume.admit(ledger, account, True, START_MS)
+    assert desk.job().status == "sending"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import START_MS, Desk, clips
+from conftest import START_MS, Desk, clips, reading_of
 
 import sume_resume
 from sume_resume import (
@@ -34,7 +34,6 @@ from sume_resume import (
     Status,
     open_ledger,
     parse_reply,
-    reading_of,
 )
 
 
@@ -46,7 +45,8 @@ def ledger(desk: Desk) -> Iterator[Ledger]:
 
 
 def read(word: str, **more: Any) -> sume_resume.Reading:
-    return reading_of(sume_resume.Reply(200, {}, {"status": word, **more}))
+    answer = sume_resume.Reply(200, {}, {"status": word, **more})
+    return sume_resume.reading_of(answer, "job_1")
 
 
 def job_in(ledger: Ledger, status: Status) -> Job:
@@ -389,8 +389,8 @@ def test_a_reader_that_delays_a_commit_is_waited_for(
     reader.execute("SELECT * FROM jobs").fetchall()
     waits = []
 
-    def on_busy(text: str) -> None:
-        waits.append(text)
+    def on_busy(exc: LedgerBusy, tries: int) -> None:
+        waits.append(str(exc))
         if len(waits) == 3:
             reader.execute("COMMIT")
 
@@ -420,3 +420,31 @@ def test_memory_stays_flat_over_many_rows(desk: Desk) -> None:
         with open_ledger(desk.path) as other:
             other.record_prepared(first, START_MS)
         assert 1 + sum(1 for _ in rows) == 50
+
+
+def test_a_journal_of_a_ledger_that_is_gone_is_not_rolled_into_a_new_one(desk: Desk) -> None:
+    desk.path.with_name("jobs.db-journal").write_bytes(b"old pages")
+    with pytest.raises(LedgerError, match=r"jobs\.db-journal"):
+        desk.add(*clips(2))
+    assert [path.name for path in desk.path.parent.iterdir()] == ["jobs.db-journal"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_what_is_no_file_is_refused_at_once(desk: Desk) -> None:
+    os.mkfifo(desk.path)
+    with pytest.raises(LedgerError, match="not a regular file"):
+        open_ledger(desk.path)
+    with pytest.raises(LedgerError, match="not a regular file"):
+        open_ledger(desk.path.parent)
+
+
+def test_a_link_to_nothing_is_named(desk: Desk) -> None:
+    desk.path.symlink_to(desk.path.with_name("nothing.db"))
+    with pytest.raises(LedgerError, match="link"):
+        desk.add(*clips(1))
+
+
+def test_a_ledger_that_was_replaced_says_so(ledger: Ledger) -> None:
+    ledger.path.unlink()
+    with pytest.raises(LedgerError, match="removed or replaced"):
+        ledger.record_pace("writes", 1)

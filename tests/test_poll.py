@@ -1001,13 +1001,13 @@ class Wire:
         wire = self
 
         class Unplugged(Sume):
-            def _request(self, method: str, path: str, deadline_s: float, **parts: Any) -> Any:
+            def _request(self, *args: Any, **parts: Any) -> Any:
                 account = self._account
                 if wire.is_down():
                     wire.refused += 1
                     self._account = replace(account, base_url=wire.dead)
                 try:
-                    return super()._request(method, path, deadline_s, **parts)
+                    return super()._request(*args, **parts)
                 finally:
                     self._account = account
 
