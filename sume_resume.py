@@ -61,16 +61,18 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from decimal import Decimal
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import (
     TYPE_CHECKING,
     Annotated,
     Any,
     BinaryIO,
     Literal,
+    NamedTuple,
     NoReturn,
     Protocol,
     assert_never,
@@ -432,8 +434,7 @@ Kind = Literal["video", "image"]
 KINDS: tuple[Kind, ...] = ("video", "image")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Job(NamedTuple):
     """One attempt of a row, as the ledger holds it. Times are ms since 1970 UTC."""
 
     id: int
@@ -479,8 +480,7 @@ class Job:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class NewRow:
+class NewRow(NamedTuple):
     """A checked row, ready to be added. `given` holds the defaults given now."""
 
     row: str
@@ -493,8 +493,7 @@ class NewRow:
     given: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """A result file that a job names; the query of its URL is never kept."""
 
     url: str
@@ -537,8 +536,7 @@ class Totals:
 # What the engine tells its listeners. It prints nothing itself.
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(NamedTuple):
     """A run begins: the totals, and the attempts that Sume may be working on."""
 
     totals: Totals
@@ -546,8 +544,7 @@ class Started:
     at_ms: int
 
 
-@dataclass(frozen=True, slots=True)
-class Changed:
+class Changed(NamedTuple):
     """An attempt moved on, or something was learned about it."""
 
     before: Job
@@ -555,16 +552,14 @@ class Changed:
     at_ms: int
 
 
-@dataclass(frozen=True, slots=True)
-class Notice:
+class Notice(NamedTuple):
     """Something a person should read; `row` where it is about one."""
 
     text: str
     row: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(NamedTuple):
     """Nothing happened, time went by. `waiting` says what for, where it is known."""
 
     at_ms: int
@@ -578,8 +573,7 @@ Event = Started | Changed | Notice | Tick
 # From what Sume says to exact micro-dollars. Nothing is guessed and nothing is added up.
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(NamedTuple):
     """What an answer says about money: exact micros, or None, and the text it came from."""
 
     micros: int | None
@@ -731,8 +725,7 @@ def too_old(first_sent_at: int, now_ms: int, key_ttl_s: float | None) -> str | N
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     """An HTTP answer, read whole. `data` is its JSON; `flaw` says why there is none."""
 
     code: int
@@ -754,8 +747,7 @@ class Miss(enum.Enum):
     UNKNOWN = enum.auto()
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(NamedTuple):
     """A request without an answer."""
 
     miss: Miss
@@ -782,8 +774,7 @@ def _exact(text: str) -> Decimal | str:
         return text
 
 
-@dataclass(frozen=True, slots=True)
-class ApiError:
+class ApiError(NamedTuple):
     """The error envelope of an answer (sume-api.md 1.6)."""
 
     code: str
@@ -886,8 +877,7 @@ def _http_date_s(value: str) -> float | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class Allowance:
+class Allowance(NamedTuple):
     """What a server says is left of a budget, and the seconds until it is full again."""
 
     remaining: int
@@ -941,8 +931,7 @@ class Halt(enum.Enum):
     EVERYTHING = enum.auto()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What the answer to a submit means for its row and for the run."""
 
     landing: Landing
@@ -1105,8 +1094,7 @@ class Said(enum.Enum):
     HALTED = enum.auto()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class Reading(NamedTuple):
     """What the answer to a read says about a job."""
 
     said: Said
@@ -1140,7 +1128,7 @@ def reading_of(answer: Reply | Failure, asked: str, of_result: bool = False) -> 
     wait, left = retry_after_s(answer.headers), allowance_of(answer.headers)
     match answer.code:
         case 200 | 201 | 202 | 203 | 206:
-            return replace(_reading_of_job(answer, asked, text, of_result), allowance=left)
+            return _reading_of_job(answer, asked, text, of_result)._replace(allowance=left)
         case 429 | 503:
             return Reading(
                 said=Said.PAUSED, trouble=text, pause=Pause.RATE, retry_after_s=wait, allowance=left
@@ -1256,8 +1244,7 @@ def merge(last: Reading | None, new: Reading) -> Reading:
     if last is None:
         return new
     word = new if last.status not in FINAL and new.status in FINAL else last
-    return replace(
-        word,
+    return word._replace(
         cost=new.cost if new.cost.micros is not None else last.cost,
         urls=new.urls or last.urls,
         error=new.error or last.error,
@@ -1315,12 +1302,11 @@ def poll_wait_s(wait_s: float, rng: random.Random) -> float:
 # From what a person wrote to checked rows. Every problem names file, line and field.
 
 
-@dataclass(frozen=True, slots=True)
-class Defaults:
+class Defaults(NamedTuple):
     """What --model, --duration, --kind, --set and --take say for rows that do not."""
 
     kind: Kind | None = None
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = MappingProxyType({})
     take: int = 1
 
 
@@ -2440,7 +2426,7 @@ class Ledger:
             current = self.job(job.id)
             if cost is not None:
                 changes |= _cost_changes(current, cost)
-            after = replace(current, **cast("dict[str, Any]", changes), updated_at=now_ms)
+            after = current._replace(**cast("dict[str, Any]", changes), updated_at=now_ms)
             legal = after.status is current.status or (after.status in TRANSITIONS[current.status])
             if current.status is not job.status or not legal:
                 raise RowChanged(f"row '{job.row}' is {current.status}, not {job.status}")
@@ -2485,7 +2471,6 @@ REVIEW_HINT = (
     "look at your jobs at Sume; the command that settles such a row (resolve) is not in"
     " this version yet, and until then the row is safe and is never sent again"
 )
-_JOB_FIELDS = tuple(f.name for f in fields(Job))
 # What a fact may change; the rest of an attempt is fixed when it is made.
 _MUTABLE = (
     "status", "job_id", "sume_status", "cost_micros", "cost_state", "usage", "tries",
@@ -2506,8 +2491,8 @@ def _give_up(exc: LedgerBusy, tries: int) -> None:
 
 
 def _job_from(line: Sequence[Any]) -> Job:
-    named = dict(zip(_JOB_FIELDS, line, strict=True))
-    return Job(**named | {"status": Status(named["status"])})
+    job = Job._make(line)
+    return job._replace(status=Status(job.status))
 
 
 def open_ledger(path: Path) -> Ledger:
@@ -2542,6 +2527,8 @@ def create_ledger(path: Path, namespace: str, fill: Callable[[Ledger], Added]) -
         os.close(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         try:
             with Ledger(new) as ledger, ledger.transaction():
+                # What goes wrong is said of the name that a person knows.
+                ledger.path = path
                 ledger.record_namespace(namespace)
                 added = fill(ledger)
             _publish(new, path)
@@ -2877,8 +2864,7 @@ def _bad_connection(exc: Exception) -> UsageError:
 # One scheduler thread owns ledger, clock and pacing; workers only carry requests.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(NamedTuple):
     """How a run behaves. Times are seconds; None means no limit."""
 
     poll_interval_s: float = POLL_INTERVAL_S
@@ -2923,8 +2909,7 @@ class Call:
         return self.sent_s + limit + OVERRUN_GRACE_S
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     call: Call
     meaning: Outcome | Reading
 
@@ -2954,10 +2939,9 @@ def perform(api: Sume, call: Call, clock: Clock) -> Answer:
 def _hidden(meaning: Outcome | Reading, hide: Callable[[str], str]) -> Outcome | Reading:
     """Take the key out of all text that an answer brought, once it is read."""
     if isinstance(meaning, Outcome):
-        return replace(meaning, trouble=hide(meaning.trouble))
-    cost = replace(meaning.cost, raw=meaning.cost.raw and hide(meaning.cost.raw))
-    return replace(
-        meaning,
+        return meaning._replace(trouble=hide(meaning.trouble))
+    cost = meaning.cost._replace(raw=meaning.cost.raw and hide(meaning.cost.raw))
+    return meaning._replace(
         trouble=hide(meaning.trouble),
         word=hide(meaning.word),
         error=hide(meaning.error),
@@ -2971,7 +2955,7 @@ def no_answer(call: Call, text: str, miss: Miss = Miss.UNKNOWN, doubtful: bool =
     failure = Failure(miss, text)
     if call.errand is not Errand.SUBMIT:
         return Answer(call, reading_of(failure, ""))
-    return Answer(call, replace(outcome_of(failure), doubtful=doubtful))
+    return Answer(call, outcome_of(failure)._replace(doubtful=doubtful))
 
 
 def is_stale(call: Call, clock: Clock) -> bool:
@@ -3099,8 +3083,7 @@ def admit(ledger: Ledger, account: Account, adopt: bool, now_ms: int) -> None:
         ledger.record_account(account.origin, fingerprint)
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
+class Ending(NamedTuple):
     """How a run ended: by a signal, a halt, a deadline, or with nothing left to do."""
 
     signal: int | None = None
@@ -4842,6 +4825,10 @@ def main() -> None:
             stream.reconfigure(errors="replace")
     try:
         app(prog_name="sume-resume")
+    except OSError as exc:
+        # Met before a command began, where the boundary is: --version on a full disk.
+        _complain(f"error: {exc.strerror}")
+        sys.exit(Exit.LEDGER)
     finally:
         # Python flushes once more at its end, and would complain of a reader that left.
         for stream in (sys.stdout, sys.stderr):

@@ -10,7 +10,6 @@ import socket
 import sqlite3
 import threading
 from collections import deque
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -687,12 +686,12 @@ class Slow:
 def test_an_abandoned_worker_is_replaced_and_ends(desk: Desk) -> None:
     """Its place is free at once, and no call ever waits behind a stuck one."""
     desk.add(*clips(1))
-    job = replace(desk.job(), job_id="slow_1")
+    job = desk.job()._replace(job_id="slow_1")
     slow = Slow()
     workers = sume_resume.Workers(lambda: slow, sume_resume.Clock(), 2)  # type: ignore[arg-type,return-value]
 
     def call(job_id: str) -> Call:
-        named = replace(job, job_id=job_id)
+        named = job._replace(job_id=job_id)
         return Call(errand=Errand.READ, job=named, sent_s=0.0, before=named)
 
     first, second = call("slow_1"), call("slow_2")
