@@ -63,7 +63,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import (
@@ -3860,22 +3860,39 @@ _CELLS: Mapping[str, Callable[[Job, int], str]] = {
 }
 
 
-def totals_line(totals: Totals) -> Text:
-    """Return the counts by status, in colour, and what was spent."""
-    from rich.text import Text
+def plain_table(jobs: Sequence[Job], now_ms: int) -> Iterator[str]:
+    """Yield the lines of a table for a pipe: nothing is cut, so that it can be searched."""
+    rows = [list(_CELLS), *([inert(show(job, now_ms)) for show in _CELLS.values()] for job in jobs)]
+    widths = [max(len(row[n]) for row in rows) for n in range(len(_CELLS))]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
-    line = Text()
+
+def _totals_parts(totals: Totals) -> Iterator[tuple[str, str]]:
     for status in _ORDER:
         if totals.by_status[status]:
-            line.append(f"{totals.by_status[status]} {status}", STYLES[status])
-            line.append("  ")
-    spent = spent_usd(totals)
-    if spent is not None:
-        line.append(f"spent ${spent}")
-    if totals.cost_unknown_rows:
-        before = " + " if spent is not None else "spent: "
-        line.append(f"{before}{totals.cost_unknown_rows} of unknown cost", "yellow")
-    return line
+            yield f"{totals.by_status[status]} {status}", STYLES[status]
+    spent, unknown = spent_usd(totals), totals.cost_unknown_rows
+    rest = f"{unknown} of unknown cost"
+    match spent is not None, unknown > 0:
+        case True, True:
+            yield f"spent ${spent} + {rest}", "yellow"
+        case True, False:
+            yield f"spent ${spent}", ""
+        case _:
+            yield f"spent: {rest}", "yellow"
+
+
+def totals_text(totals: Totals) -> str:
+    """Return the counts by status and what was spent, on one line."""
+    return "  ".join(text for text, _ in _totals_parts(totals))
+
+
+def totals_line(totals: Totals) -> Text:
+    """Return the same in colour."""
+    from rich.text import Text
+
+    return Text("  ").join(Text(text, style) for text, style in _totals_parts(totals))
 
 
 class RunView:
@@ -4021,7 +4038,7 @@ class PlainLog:
             case Tick():
                 if time.monotonic() - self._spoke_s >= HEARTBEAT_S:
                     waiting = f"; waiting: {event.waiting}" if event.waiting else ""
-                    self._say(f"{totals_line(self._view.totals).plain}{waiting}")
+                    self._say(f"{totals_text(self._view.totals)}{waiting}")
 
     def _line(self, job: Job) -> str:
         parts = [f"{job.row}: {job.status}"]
@@ -4663,9 +4680,8 @@ def run_ledger(
 
 def _display() -> LiveTable | PlainLog:
     # FORCE_COLOR makes rich take a log for a terminal; only a real one can be redrawn.
-    console = make_console(stderr=True)
-    if sys.stderr.isatty() and not console.is_dumb_terminal:
-        return LiveTable(console)
+    if sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+        return LiveTable(make_console(stderr=True))
     return PlainLog(_complain)
 
 
@@ -4702,7 +4718,7 @@ SUMMARY_ROWS = 10
 
 def _summarize(ledger: Ledger, ending: Ending, scope: set[str] | None, file: str | None) -> Exit:
     """Say how the run ended, what still runs at Sume and what helps; return the exit code."""
-    _complain(totals_line(ledger.totals()).plain)
+    _complain(totals_text(ledger.totals()))
     if ending.hits:
         _complain(f"{ending.hits} jobs were known to Sume already by their keys: not bought again")
     mine: Counter[Status] = Counter()
@@ -4762,7 +4778,6 @@ def _verdict(ending: Ending, mine: Counter[Status], running: Sequence[str]) -> E
 
 # A table longer than this is no help to a reader, and slow to lay out.
 STATUS_TABLE_ROWS = 1000
-PIPE_WIDTH = 200
 
 
 @app.command(epilog="\b\n" + EXIT_CODES)
@@ -4799,17 +4814,18 @@ def _find(ledger: Ledger, name: str) -> Job:
 
 
 def _print_table(jobs: Iterable[Job], totals: Totals) -> None:
-    console = make_console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
-    shown = []
-    for job in jobs:
-        shown.append(job)
-        if len(shown) > STATUS_TABLE_ROWS:
-            break
-    more = len(shown) > STATUS_TABLE_ROWS
-    console.print(jobs_table(shown[:STATUS_TABLE_ROWS], Clock().wall_ms(), console.width))
-    if more:
-        console.print(f"… the first {STATUS_TABLE_ROWS} rows; --format json shows all")
-    console.print(totals_line(totals))
+    shown = list(islice(jobs, STATUS_TABLE_ROWS + 1))
+    more, now_ms = len(shown) > STATUS_TABLE_ROWS, Clock().wall_ms()
+    shown = shown[:STATUS_TABLE_ROWS]
+    rest = f"… the first {STATUS_TABLE_ROWS} rows; --format json shows all"
+    if sys.stdout.isatty():
+        console = make_console()
+        console.print(jobs_table(shown, now_ms, console.width))
+        console.print(*([rest] if more else []), totals_line(totals), sep="\n")
+        return
+    for line in plain_table(shown, now_ms):
+        print(line)
+    print(*([rest] if more else []), "", totals_text(totals), sep="\n")
 
 
 # --- end ---------------------------------------------------------------------
