@@ -200,6 +200,13 @@ HEARTBEAT_S = 30.0
 TOTALS_RELOAD_S = 30.0
 
 
+# Added to the note of each row in review.
+REVIEW_HINT = (
+    "look at your jobs at Sume; the command that settles such a row (resolve) is not in"
+    " this version yet, and until then the row is safe and is never sent again"
+)
+
+
 class Exit(enum.IntEnum):
     """Exit codes, in the README and in --help."""
 
@@ -1760,6 +1767,137 @@ class QueueWindow:
         return ours < max(self.size, 1)
 
 
+class Pacing:
+    """All that decides when a request may leave: two budgets, four gates, the queue window.
+
+    A rate limit and a full queue are two gates: one opens by the clock, the other when jobs
+    end. What must outlive the process comes out of `facts`, and goes in again by `restore`.
+    """
+
+    def __init__(
+        self, writes_per_minute: float, reads_per_minute: float, rng: random.Random
+    ) -> None:
+        self.writes, self.reads = Budget(writes_per_minute), Budget(reads_per_minute)
+        self.offline = Gate(OFFLINE_CAP_S)
+        self.submit_rate, self.queue, self.read_rate = Gate(), Gate(), Gate()
+        self.window = QueueWindow()
+        self._rng = rng
+        self._lasting = {
+            "submit_pause": self.submit_rate,
+            "queue_pause": self.queue,
+            "read_pause": self.read_rate,
+        }
+        self._kept: dict[str, float] = {}
+
+    def restore(self, kept: Callable[[str], int | None], now_s: float, now_ms: int) -> None:
+        """Go on where an earlier process stopped; `kept` returns ms UTC by name."""
+        for name, budget in (("writes", self.writes), ("reads", self.reads)):
+            last = kept(name)
+            if last is not None:
+                budget.seed(now_s, (now_ms - last) / 1000)
+        for name, gate in self._lasting.items():
+            until = kept(name)
+            left_s = (until - now_ms) / 1000 if until is not None else 0.0
+            # A longer pause was never asked for: the clock has moved.
+            if 0 < left_s <= RETRY_AFTER_CAP_S * (1 + POLL_JITTER):
+                gate.hold(now_s + left_s)
+
+    def facts(self, now_s: float, now_ms: int) -> Iterator[tuple[str, int]]:
+        """Yield the pauses that are new since the last call, as ms UTC by name."""
+        for name, gate in self._lasting.items():
+            if gate.until_s > max(now_s, self._kept.get(name, 0.0)):
+                self._kept[name] = gate.until_s
+                yield name, now_ms + round((gate.until_s - now_s) * 1000)
+
+    def may_submit(self, now_s: float, submits: int, flying: int) -> bool:
+        """Say whether a submit may leave, with so many submits and requests in flight."""
+        return (
+            self.writes.ready_s <= now_s
+            and self.offline.ready(now_s, flying)
+            and self.submit_rate.ready(now_s, submits)
+            and self.queue.ready(now_s, submits)
+        )
+
+    def may_read(self, now_s: float, reads: int, flying: int) -> bool:
+        return (
+            self.reads.ready_s <= now_s
+            and self.offline.ready(now_s, flying)
+            and self.read_rate.ready(now_s, reads)
+        )
+
+    def submit_at_s(self) -> float:
+        """Return the time before which no submit may leave."""
+        gates = (self.offline, self.submit_rate, self.queue)
+        return max(self.writes.ready_s, *(gate.until_s for gate in gates))
+
+    def read_at_s(self) -> float:
+        return max(self.reads.ready_s, self.offline.until_s, self.read_rate.until_s)
+
+    def submitted(
+        self, outcome: Outcome, sent_s: float, now_s: float, open_jobs: int, submits: int
+    ) -> None:
+        """Learn from the answer to a submit, with so many jobs open and submits in flight."""
+        asked_s = outcome.retry_after_s
+        match outcome.pause:
+            case Pause.RATE:
+                self.submit_rate.shut(now_s, sent_s, asked_s, self._rng)
+            case Pause.QUEUE:
+                self.window.full(open_jobs + submits)
+                if open_jobs + submits == 0:
+                    self.queue.shut(now_s, sent_s, asked_s, self._rng)
+                elif asked_s is not None:
+                    self.queue.hold(now_s + asked_s)
+            case Pause.OFFLINE:
+                self.offline.shut(now_s, sent_s, None, self._rng)
+            case None:
+                self.submit_rate.passed(sent_s)
+            case _:
+                assert_never(outcome.pause)
+        if outcome.landing is Landing.ACCEPTED:
+            self.queue.passed(sent_s)
+            # The job that was accepted is not among the open ones yet.
+            self.window.accepted(outcome.room, open_jobs + submits + 1)
+        self._answered(outcome.pause, outcome.allowance, self.submit_rate, submits, sent_s, now_s)
+
+    def was_read(self, reading: Reading, sent_s: float, now_s: float, reads: int) -> None:
+        """Learn from the answer to a read, with so many reads in flight."""
+        if reading.pause is Pause.OFFLINE:
+            self.offline.shut(now_s, sent_s, None, self._rng)
+        elif reading.pause is not None:
+            self.read_rate.shut(now_s, sent_s, reading.retry_after_s, self._rng)
+        else:
+            self.read_rate.passed(sent_s)
+        self._answered(reading.pause, reading.allowance, self.read_rate, reads, sent_s, now_s)
+
+    def _answered(
+        self,
+        pause: Pause | None,
+        left: Allowance | None,
+        gate: Gate,
+        flying: int,
+        sent_s: float,
+        now_s: float,
+    ) -> None:
+        """Whatever was answered, the network is there; a budget that is used up holds."""
+        if pause is not Pause.OFFLINE:
+            self.offline.passed(sent_s)
+        if left is not None and left.remaining <= flying:
+            gate.hold(now_s + left.reset_s)
+
+    def waiting_for(self, now_s: float) -> str | None:
+        """Say which gate is shut, and for how long."""
+        gates = (
+            ("offline", self.offline),
+            ("rate limit", self.submit_rate),
+            ("full queue", self.queue),
+            ("read limit", self.read_rate),
+        )
+        for name, gate in gates:
+            if gate.until_s > now_s:
+                return f"{name}, {show_time(gate.until_s - now_s)}"
+        return None
+
+
 # --- schema ------------------------------------------------------------------
 # All SQL text of the ledger. Values are bound by name; the dialect is kept common to
 # SQLite and Postgres as far as it goes.
@@ -2467,10 +2605,6 @@ class Ledger:
         )
 
 
-REVIEW_HINT = (
-    "look at your jobs at Sume; the command that settles such a row (resolve) is not in"
-    " this version yet, and until then the row is safe and is never sent again"
-)
 # What a fact may change; the rest of an attempt is fixed when it is made.
 _MUTABLE = (
     "status", "job_id", "sume_status", "cost_micros", "cost_state", "usage", "tries",
@@ -3119,11 +3253,7 @@ class Engine:
 
             rng = random.Random()
         self._rng = rng
-        self._writes = Budget(settings.writes_per_minute)
-        self._reads = Budget(settings.reads_per_minute)
-        self._offline = Gate(OFFLINE_CAP_S)
-        self._submit_gate, self._queue_gate, self._read_gate = Gate(), Gate(), Gate()
-        self._window = QueueWindow()
+        self._pacing = Pacing(settings.writes_per_minute, settings.reads_per_minute, rng)
         self._flying: dict[int, Call] = {}
         self._seen: dict[int, Seen] = {}
         self._first_sends: set[int] = set()
@@ -3131,12 +3261,11 @@ class Engine:
         # Queued attempts up to this id were looked at; out of scope ones only once.
         self._after = 0
         self._totals = Totals()
-        self._said: list[Event] = []
+        self._untold: list[Event] = []
         self._halt: tuple[Halt, str] | None = None
         self._signal: int | None = None
         self._closing_s: float | None = None
         self._start_s = self._loaded_s = self._planned_s = clock.awake_s()
-        self._told_offline = False
         self._holding = False
         self._hits = 0
 
@@ -3173,28 +3302,13 @@ class Engine:
     def _begin(self) -> None:
         self._ledger.on_busy = self._wait_for_ledger
         now_ms = self._clock.wall_ms()
-        for budget, name in ((self._writes, "writes"), (self._reads, "reads")):
-            last = self._ledger.pace(name)
-            if last is not None:
-                budget.seed(self._start_s, (now_ms - last) / 1000)
-        for gate, name in self._stored_gates():
-            until = self._ledger.pace(name)
-            left = (until - now_ms) / 1000 if until is not None else 0.0
-            if 0 < left <= RETRY_AFTER_CAP_S * (1 + POLL_JITTER):
-                gate.hold(self._start_s + left)
+        self._pacing.restore(self._ledger.pace, self._start_s, now_ms)
         self._totals = self._ledger.totals()
         active = (Status.SENDING, *OPEN)
         jobs = [job for status in active for job in self._ledger.with_status(status)]
         for job in jobs:
             self._seen[job.id] = Seen(ahead_ms=self._clock.ahead_ms(), since_s=self._start_s)
         self._listen(Started(self._totals, jobs, now_ms))
-
-    def _stored_gates(self) -> tuple[tuple[Gate, str], ...]:
-        return (
-            (self._submit_gate, "submit_pause"),
-            (self._queue_gate, "queue_pause"),
-            (self._read_gate, "read_pause"),
-        )
 
     def _turn(self, answers: list[Answer]) -> None:
         """Record all that has arrived and claim what is due next, in one commit.
@@ -3244,6 +3358,8 @@ class Engine:
             self._ledger.record_pace("writes", now_ms)
         if reads:
             self._ledger.record_pace("reads", now_ms)
+        for name, at_ms in self._pacing.facts(now_s, now_ms):
+            self._ledger.record_pace(name, at_ms)
         return submits + reads
 
     def _hand_out(self, calls: list[Call], now_ms: int) -> None:
@@ -3263,20 +3379,17 @@ class Engine:
         """Claim what is sent now: unknown outcomes first, then new rows, in order."""
         # One worker is left for reads, so that held submits never stop the polling.
         free = self._workers.free() - (self._settings.concurrency > 1)
-        flying = self._submits_flying()
-        gates = (self._submit_gate, self._queue_gate)
+        submits = self._submits_flying()
         while (
             free > 0
             and self._halt is None
-            and self._writes.ready_s <= now_s
-            and self._offline.ready(now_s, len(self._flying))
-            and all(gate.ready(now_s, flying) for gate in gates)
+            and self._pacing.may_submit(now_s, submits, len(self._flying))
         ):
-            job = self._next_replay(now_s, now_ms) or self._next_queued(flying)
+            job = self._next_replay(now_s, now_ms) or self._next_queued(submits)
             if job is None:
                 return
-            self._writes.take(now_s)
-            free, flying = free - 1, flying + 1
+            self._pacing.writes.take(now_s)
+            free, submits = free - 1, submits + 1
             yield self._prepare(job, now_s, now_ms)
 
     def _prepare(self, job: Job, now_s: float, now_ms: int) -> Call:
@@ -3310,9 +3423,9 @@ class Engine:
             self._review(job, f"an earlier send may have arrived, and {why}", now_ms)
         return None
 
-    def _next_queued(self, flying: int) -> Job | None:
+    def _next_queued(self, submits: int) -> Job | None:
         """Return the next row that may be sent, if Sume's queue has room."""
-        if not self._window.has_room(self._open_count() + flying):
+        if not self._pacing.window.has_room(self._open_count() + submits):
             return None
         job = self._peek_queued()
         if job is not None:
@@ -3340,21 +3453,16 @@ class Engine:
         reading = len(self._flying) - self._submits_flying()
         # One worker is left for submits, as one is for reads.
         free = min(free, max(1, self._settings.concurrency - 1) - reading)
-        if free <= 0 or self._reads.ready_s > now_s:
+        if free <= 0 or not self._pacing.may_read(now_s, reading, len(self._flying)):
             return
         held = {id for id, seen in self._seen.items() if seen.not_before_s > now_s}
         skip = len(self._flying) + len(held)
         for job in self._ledger.due(now_ms, now_ms + self._horizon_ms(), free + skip):
             if job.id in self._flying or job.id in held:
                 continue
-            if not (
-                free > 0
-                and self._reads.ready_s <= now_s
-                and self._offline.ready(now_s, len(self._flying))
-                and self._read_gate.ready(now_s, reading)
-            ):
+            if free <= 0 or not self._pacing.may_read(now_s, reading, len(self._flying)):
                 return
-            self._reads.take(now_s)
+            self._pacing.reads.take(now_s)
             free, reading = free - 1, reading + 1
             errand = Errand.RESULT if self._see(job).want_result else Errand.READ
             call = Call(errand=errand, job=job, sent_s=now_s, before=job)
@@ -3395,7 +3503,7 @@ class Engine:
                     self._record_reading(call, meaning, now_s, now_ms)
                 return
             if current:
-                self._pace_submits(call, meaning, now_s, now_ms)
+                self._pace_submits(call, meaning, now_s)
                 self._record_outcome(call, meaning, now_s, now_ms)
             elif meaning.job_id is not None:
                 self._record_late(call, meaning.job_id, now_ms)
@@ -3448,7 +3556,6 @@ class Engine:
             self._tell(after.note or "", job.row)
             return
         self._seen[job.id] = Seen(ahead_ms=self._clock.ahead_ms(), since_s=now_s)
-        self._window.accepted(outcome.room, self._open_count() + self._submits_flying())
 
     def _record_late(self, call: Call, job_id: str, now_ms: int) -> None:
         """Keep an id that came home after its row had moved on."""
@@ -3466,38 +3573,32 @@ class Engine:
         after = self._changed(job, self._ledger.record_review(job, why, now_ms), now_ms)
         self._tell(f"needs review: {after.note}", job.row)
 
-    def _pace_submits(self, call: Call, outcome: Outcome, now_s: float, now_ms: int) -> None:
+    def _pace_submits(self, call: Call, outcome: Outcome, now_s: float) -> None:
         """Let the answer to a submit shut or open the gates, or halt the run."""
         self._count_strays(call, outcome)
         if outcome.halt is not None:
             self._stop_for(outcome.halt, outcome.trouble)
-        if outcome.pause is not Pause.OFFLINE:
-            self._back_online(call)
-        asked = outcome.retry_after_s
-        match outcome.pause:
-            case Pause.OFFLINE:
-                self._go_offline(call, outcome.trouble, now_s)
-            case Pause.RATE:
-                until = self._submit_gate.shut(now_s, call.sent_s, asked, self._rng)
-                self._keep_pause("submit_pause", until, now_s, now_ms)
-            case Pause.QUEUE:
-                ours = self._open_count() + self._submits_flying()
-                self._window.full(ours)
-                if ours == 0:
-                    self._queue_gate.shut(now_s, call.sent_s, asked, self._rng)
-                elif asked is not None:
-                    self._queue_gate.hold(now_s + asked)
-                self._keep_pause("queue_pause", self._queue_gate.until_s, now_s, now_ms)
-            case None:
-                self._submit_gate.passed(call.sent_s)
-                if outcome.landing is Landing.ACCEPTED:
-                    self._queue_gate.passed(call.sent_s)
-            case _:
-                assert_never(outcome.pause)
-        left = outcome.allowance
-        if left is not None and left.remaining <= self._submits_flying():
-            self._submit_gate.hold(now_s + left.reset_s)
-            self._keep_pause("submit_pause", self._submit_gate.until_s, now_s, now_ms)
+        with self._telling_of_the_network(outcome.trouble):
+            open_jobs, submits = self._open_count(), self._submits_flying()
+            self._pacing.submitted(outcome, call.sent_s, now_s, open_jobs, submits)
+
+    def _pace_reads(self, call: Call, reading: Reading, now_s: float) -> None:
+        if reading.said is Said.HALTED:
+            self._stop_for(Halt.EVERYTHING, reading.trouble)
+        with self._telling_of_the_network(reading.trouble):
+            reads = len(self._flying) - self._submits_flying()
+            self._pacing.was_read(reading, call.sent_s, now_s, reads)
+
+    @contextlib.contextmanager
+    def _telling_of_the_network(self, trouble: str) -> Iterator[None]:
+        """Say once that the network is gone, and once that it is back."""
+        was = self._pacing.offline.step > 0
+        yield
+        now = self._pacing.offline.step > 0
+        if now and not was:
+            self._tell(f"offline, waiting for the network ({trouble})")
+        elif was and not now:
+            self._tell("online again")
 
     def _count_strays(self, call: Call, outcome: Outcome) -> None:
         """Stop where several rows in a row are answered as by no Sume.
@@ -3513,31 +3614,15 @@ class Engine:
             trouble = f"{STRAY_ROWS} rows in a row were answered as by no Sume"
             self._stop_for(Halt.SUBMITS, f"{trouble} ({outcome.trouble}); check SUME_API_BASE_URL")
 
-    def _keep_pause(self, name: str, until_s: float, now_s: float, now_ms: int) -> None:
-        """Store the end of a pause: a restart does not shorten it."""
-        self._ledger.record_pace(name, now_ms + round((until_s - now_s) * 1000))
-
     def _stop_for(self, halt: Halt, trouble: str) -> None:
         if self._halt is None or self._halt[0] is Halt.SUBMITS:
             self._halt = (halt, trouble)
             self._tell(trouble)
 
-    def _go_offline(self, call: Call, trouble: str, now_s: float) -> None:
-        self._offline.shut(now_s, call.sent_s, None, self._rng)
-        if not self._told_offline:
-            self._told_offline = True
-            self._tell(f"offline, waiting for the network ({trouble})")
-
-    def _back_online(self, call: Call) -> None:
-        self._offline.passed(call.sent_s)
-        if self._told_offline and self._offline.step == 0:
-            self._told_offline = False
-            self._tell("online again")
-
     def _record_reading(self, call: Call, reading: Reading, now_s: float, now_ms: int) -> None:
         """Move the row of a read on, by what the answer said."""
         job, seen = call.job, self._see(call.job)
-        self._pace_reads(call, reading, now_s, now_ms)
+        self._pace_reads(call, reading, now_s)
         match reading.said:
             case Said.STATUS:
                 self._record_word(call, reading, now_ms)
@@ -3565,23 +3650,6 @@ class Engine:
                 self._poll_error(job, reading.trouble, now_ms)
             case _:
                 assert_never(reading.said)
-
-    def _pace_reads(self, call: Call, reading: Reading, now_s: float, now_ms: int) -> None:
-        if reading.pause is not Pause.OFFLINE:
-            self._back_online(call)
-        if reading.said is Said.HALTED:
-            self._stop_for(Halt.EVERYTHING, reading.trouble)
-        elif reading.pause is Pause.OFFLINE:
-            self._go_offline(call, reading.trouble, now_s)
-        elif reading.pause is not None:
-            asked = reading.retry_after_s
-            until = self._read_gate.shut(now_s, call.sent_s, asked, self._rng)
-            self._keep_pause("read_pause", until, now_s, now_ms)
-        else:
-            self._read_gate.passed(call.sent_s)
-        left = reading.allowance
-        if left is not None and left.remaining <= len(self._flying) - self._submits_flying():
-            self._read_gate.hold(now_s + left.reset_s)
 
     def _record_word(self, call: Call, reading: Reading, now_ms: int) -> None:
         """Record a status word: the job goes on, needs one more read, or has ended."""
@@ -3642,33 +3710,21 @@ class Engine:
         self._totals.move(before, after)
         if after.status in FINAL or after.status is Status.REVIEW:
             self._seen.pop(after.id, None)
-        self._said.append(Changed(before, after, now_ms))
+        self._untold.append(Changed(before, after, now_ms))
         return after
 
     def _tell(self, text: str, row: str | None = None) -> None:
-        self._said.append(Notice(text, row))
+        self._untold.append(Notice(text, row))
 
     # -- waiting and ending --
 
     def _emit(self, now_ms: int) -> None:
         """Tell the listeners what is committed."""
-        said, self._said = self._said, []
-        for event in said:
+        untold, self._untold = self._untold, []
+        for event in untold:
             self._listen(event)
-        self._listen(Tick(now_ms, self._waiting_for()))
-
-    def _waiting_for(self) -> str | None:
-        now = self._clock.awake_s()
-        gates = (
-            ("offline", self._offline),
-            ("rate limit", self._submit_gate),
-            ("full queue", self._queue_gate),
-            ("read limit", self._read_gate),
-        )
-        for name, gate in gates:
-            if gate.until_s > now:
-                return f"{name}, {show_time(gate.until_s - now)}"
-        return None
+        waiting = self._pacing.waiting_for(self._clock.awake_s())
+        self._listen(Tick(now_ms, waiting))
 
     def _reload(self, now_s: float) -> None:
         """Now and then, count again: other commands change rows beside a run."""
@@ -3724,16 +3780,14 @@ class Engine:
             dues.append(self._start_s + self._settings.deadline_s)
         if self._closing_s is not None:
             dues.append(self._closing_s + SIGNAL_GRACE_S)
-        gates = (self._offline, self._submit_gate, self._queue_gate)
-        send_s = max(self._writes.ready_s, *(gate.until_s for gate in gates))
+        send_s = self._pacing.submit_at_s()
         replays = [seen.not_before_s for seen in self._seen.values() if seen.not_before_s]
         dues += [send_s, *(max(send_s, at) for at in replays)]
         now_ms = self._clock.wall_ms()
         due_ms = self._ledger.next_due_ms(now_ms + self._horizon_ms())
         if due_ms is not None:
             due_s = now_s + (due_ms - now_ms) / 1000
-            gate_s = max(self._offline.until_s, self._read_gate.until_s)
-            dues.append(max(self._reads.ready_s, gate_s, due_s))
+            dues.append(max(self._pacing.read_at_s(), due_s))
         # What was due when the turn was planned waits for an answer, not for a time.
         ahead = [due for due in dues if due > self._planned_s]
         return max(0.0, min(TICK_S, min(ahead, default=now_s + TICK_S) - now_s))
@@ -3794,6 +3848,10 @@ RECENT_ROWS = 200
 _WIDE_COLUMNS = {"prompt": 59, "model": 79, "job id": 99, "seconds": 99, "trouble": 59}
 
 
+# What is shown of these in the narrowest window is still whole.
+_LEAST_WIDTHS = {"status": 11, "age": 4, "cost": 9}
+
+
 def jobs_table(jobs: Sequence[Job], now_ms: int, width: int) -> Table:
     """Return the table of attempts, with the columns that fit a window of this width."""
     from rich import box
@@ -3813,6 +3871,7 @@ def jobs_table(jobs: Sequence[Job], now_ms: int, width: int) -> Table:
             ratio=ratio,
             no_wrap=True,
             overflow="ellipsis",
+            min_width=_LEAST_WIDTHS.get(name),
             max_width=24 if name == "row" else None,
         )
     for job in jobs:
