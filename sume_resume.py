@@ -3845,7 +3845,7 @@ _ORDER = {
 RECENT_ROWS = 200
 # Each column with the window width from which it is shown; the rest always are.
 # (the last column of a window stays empty).
-_WIDE_COLUMNS = {"prompt": 59, "model": 79, "job id": 99, "seconds": 99, "trouble": 59}
+_WIDE_COLUMNS = {"age": 48, "prompt": 59, "model": 79, "job id": 99, "seconds": 99, "trouble": 59}
 
 
 # What is shown of these in the narrowest window is still whole.
@@ -3862,6 +3862,8 @@ def jobs_table(jobs: Sequence[Job], now_ms: int, width: int) -> Table:
     shown = [name for name in _CELLS if width >= _WIDE_COLUMNS.get(name, 0)]
     if not any(job.note or job.trouble for job in jobs):
         shown = [name for name in shown if name != "trouble"]
+    # The row gives way first: status and cost need 29 columns beside it, and the age 7 more.
+    row_width = max(4, min(24, width - (36 if "age" in shown else 29)))
     for name in shown:
         right = name in ("seconds", "age", "cost")
         ratio = {"prompt": 3, "trouble": 4, "job id": 2, "model": 2}.get(name)
@@ -3872,7 +3874,7 @@ def jobs_table(jobs: Sequence[Job], now_ms: int, width: int) -> Table:
             no_wrap=True,
             overflow="ellipsis",
             min_width=_LEAST_WIDTHS.get(name),
-            max_width=24 if name == "row" else None,
+            max_width=row_width if name == "row" else None,
         )
     for job in jobs:
         style = STYLES[job.status]
