@@ -509,6 +509,18 @@ class Output(NamedTuple):
     bytes: int | None = None
 
 
+class Recorded(NamedTuple):
+    """A line of an attempt's history: one fact, and the status before and after it."""
+
+    id: int
+    at: int
+    job: int
+    event: str
+    before: Status | None
+    after: Status
+    detail: str | None
+
+
 @dataclass(slots=True)
 class Totals:
     """Counts by status look at each row's latest attempt; money looks at them all."""
@@ -2053,6 +2065,13 @@ SQL_ADD_OUTPUT = """
 
 SQL_JOB = "SELECT * FROM jobs WHERE id = :id"
 SQL_JOB_OF_ROW = "SELECT * FROM jobs WHERE row = :row AND latest = 1"
+# Two are enough to say that a prefix is not unique.
+SQL_BY_PREFIX = """
+    SELECT * FROM jobs
+    WHERE latest = 1 AND row >= :prefix AND row < :end
+    ORDER BY row
+    LIMIT 2
+"""
 SQL_HOLDER = "SELECT * FROM jobs WHERE job_id = :job_id"
 SQL_LATEST = "SELECT * FROM jobs WHERE latest = 1 AND id > :after ORDER BY id LIMIT :limit"
 SQL_BY_STATUS = """
@@ -2302,6 +2321,24 @@ class Ledger:
         found = self._jobs(SQL_HOLDER, job_id=job_id)
         return found[0] if found else None
 
+    def find(self, name: str) -> Job:
+        """Return the attempt that a person means: by row id, job id, or a row's unique prefix.
+
+        Raises UsageError where none or several fit.
+        """
+        found = self._jobs(SQL_JOB_OF_ROW, row=name) or self._jobs(SQL_HOLDER, job_id=name)
+        if not found and name:
+            end = name + chr(sys.maxunicode)
+            found = self._jobs(SQL_BY_PREFIX, prefix=name, end=end)
+        if len(found) > 1:
+            several = f"'{found[0].row}', '{found[1].row}'"
+            raise UsageError(
+                f"'{inert(name, 60)}' fits several rows ({several}, …); write more of it"
+            )
+        if not found:
+            raise UsageError(f"{self.path}: no row or job '{inert(name, 60)}'")
+        return found[0]
+
     def with_status(self, status: Status, after: int = 0, limit: int = -1) -> list[Job]:
         """Return latest attempts in the order in which they were added, from `after` on."""
         return self._jobs(SQL_BY_STATUS, status=status, after=after, limit=limit)
@@ -2335,9 +2372,9 @@ class Ledger:
     def outputs(self, job: Job) -> list[Output]:
         return [Output(*line) for line in self._all(SQL_OUTPUTS, job=job.id)]
 
-    def history(self, job: Job) -> list[tuple[Any, ...]]:
-        """Return the attempt's events: id, at, job, event, before, after, detail."""
-        return self._all(SQL_EVENTS, job=job.id)
+    def history(self, job: Job) -> list[Recorded]:
+        """Return what was recorded of an attempt, oldest first."""
+        return [Recorded._make(line) for line in self._all(SQL_EVENTS, job=job.id)]
 
     # -- recording --
 
@@ -2575,14 +2612,9 @@ class Ledger:
             cursor = self._execute(SQL_CHANGE, **values, id=job.id, expected=current.status)
             if cursor.rowcount != 1:
                 raise RowChanged(f"row '{job.row}' was changed by another process")
-            self._event(
-                now_ms,
-                job.id,
-                event,
-                current.status,
-                after.status,
-                detail or cast("str | None", changes.get("trouble", changes.get("note"))),
-            )
+            if event != "status" or _said(current) != _said(after):
+                why = cast("str | None", changes.get("trouble", changes.get("note")))
+                self._event(now_ms, job.id, event, current.status, after.status, detail or why)
         return after
 
     def _event(
@@ -2611,6 +2643,11 @@ _MUTABLE = (
     "first_sent_at", "accepted_at", "finished_at", "next_poll_at", "poll_errors", "trouble",
     "note", "updated_at",
 )  # fmt: skip
+
+
+def _said(job: Job) -> tuple[object, ...]:
+    """Return what a read can tell; one that tells nothing new is no line of history."""
+    return job.status, job.sume_status, job.cost_micros, job.trouble
 
 
 def _cost_changes(job: Job, cost: Cost) -> dict[str, object]:
@@ -4115,6 +4152,50 @@ class PlainLog:
         self._write(f"{stamp} {inert(text, 1000)}")
 
 
+# What each recorded fact means to a person.
+EVENT_WORDS: Mapping[str, str] = {
+    "added": "added to the ledger",
+    "prepared": "key and body stored, about to be sent",
+    "unclaimed": "not sent after all: the run was stopped",
+    "returned": "did not arrive, or was turned away; queued again",
+    "unanswered": "no usable answer; the same key will ask again",
+    "accepted": "accepted by Sume",
+    "late_id": "a late answer named a job",
+    "rejected": "refused for what it asks",
+    "review": "needs a person",
+    "status": "read",
+    "final": "ended",
+    "poll_error": "a read brought nothing usable",
+}
+
+
+def job_card(job: Job, outputs: Sequence[Output], history: Sequence[Recorded]) -> Iterator[str]:
+    """Yield the lines that tell all about one attempt, its whole note and its history."""
+    facts = {
+        "row": job.row,
+        "status": job.status + (f" (Sume says: {job.sume_status})" if job.sume_status else ""),
+        "note": job.note or job.trouble,
+        "job id": job.job_id,
+        "key": f"{job.key} (attempt {job.attempt}; sends: {job.tries})",
+        "kind": job.kind,
+        "model": job.model,
+        "seconds": job.duration_s,
+        "cost": _money(job, 0) + (f" ({job.cost_state})" if job.cost_state else ""),
+        "prompt": job.prompt,
+        "from": job.source,
+    }
+    for name, value in facts.items():
+        if value:
+            yield f"{name:8} {inert(value, 2000)}"
+    for output in outputs:
+        yield f"{'result':8} {inert(output.url, 2000)}"
+    yield ""
+    for fact in history:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fact.at / 1000))
+        detail = f": {fact.detail}" if fact.detail else ""
+        yield f"{at}  {EVENT_WORDS[fact.event]}{inert(detail, 2000)}"
+
+
 def status_json(jobs: Iterable[tuple[Job, Sequence[Output]]], totals: Totals) -> dict[str, Any]:
     """Return what `status --format json` prints."""
     return {
@@ -4837,6 +4918,7 @@ def _verdict(ending: Ending, mine: Counter[Status], running: Sequence[str]) -> E
     return Exit.DONE if mine.total() == mine[Status.COMPLETED] else Exit.NOT_ALL_COMPLETED
 
 
+_ROW_HELP = "Rows to tell all about: a row id, a unique prefix of one, or a job id."
 # A table longer than this is no help to a reader, and slow to lay out.
 STATUS_TABLE_ROWS = 1000
 
@@ -4844,34 +4926,31 @@ STATUS_TABLE_ROWS = 1000
 @app.command(epilog="\b\n" + EXIT_CODES)
 def status(
     rows: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[ROW]...", help="Row ids or job ids.", show_default=False),
+        list[str] | None, typer.Argument(metavar="[ROW]...", help=_ROW_HELP, show_default=False)
     ] = None,
     db: DbOption = None,
     format: Annotated[
         str, _option("--format", metavar="table|json", help="Default: table.")
     ] = "table",
 ) -> None:
-    """Show rows and totals from the ledger. Needs no network and no API key.
+    """Show rows and totals from the ledger, or one row with its history.
+
+    Needs no network and no API key.
 
     Example: sume-resume status --format json | jq '.totals'
     """
     if format not in ("table", "json"):
         raise UsageError(f"--format: expected table or json, got '{inert(format, 40)}'")
     with open_ledger(_ledger_path(db)) as ledger:
-        jobs = [_find(ledger, row) for row in rows] if rows else ledger.latest()
+        named = [ledger.find(row) for row in rows or []]
         if format == "json":
-            pairs = ((job, ledger.outputs(job)) for job in jobs)
+            pairs = ((job, ledger.outputs(job)) for job in named or ledger.latest())
             print(json.dumps(status_json(pairs, ledger.totals()), indent=2))
+        elif named:
+            cards = [job_card(job, ledger.outputs(job), ledger.history(job)) for job in named]
+            print("\n\n".join("\n".join(card) for card in cards))
         else:
-            _print_table(jobs, ledger.totals())
-
-
-def _find(ledger: Ledger, name: str) -> Job:
-    job = ledger.job_of_row(name) or ledger.holder(name)
-    if job is None:
-        raise UsageError(f"{ledger.path}: no row or job '{inert(name, 60)}'")
-    return job
+            _print_table(ledger.latest(), ledger.totals())
 
 
 def _print_table(jobs: Iterable[Job], totals: Totals) -> None:

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import child
 import pytest
-from conftest import START_MS, jsonl
+from conftest import START_MS, Desk, jsonl
 from rich.cells import cell_len
 from rich.console import Console
-from servers import FakeSume, Request
+from servers import FakeSume, Request, drop_after
 
 import sume_resume
 from sume_resume import (
@@ -604,3 +605,29 @@ def test_odd_terminals(
         assert b"\x1b" not in seen
     if "NO_COLOR" in env:
         assert not re.search(rb"\x1b\[[0-9;]*3[0-7][;m]", seen)
+
+
+def test_every_recorded_fact_has_words() -> None:
+
+    about_rows = {"added", *(name.removeprefix("record_") for name in child.recording_methods())}
+    about_rows -= {"account", "namespace", "pace", "_commit"}
+    assert set(sume_resume.EVENT_WORDS) == about_rows
+
+
+def test_a_card_tells_all_about_a_row(desk: Desk) -> None:
+    """The whole note and the history, in words; a read that tells nothing new is left out."""
+    desk.add({"id": "r1", "prompt": HOSTILE})
+    desk.server.reads_to_finish = 5
+    desk.server.submits.append(drop_after)
+    desk.run()
+    with sume_resume.open_ledger(desk.path) as ledger:
+        job = ledger.find("r1")
+        lines = list(sume_resume.job_card(job, ledger.outputs(job), ledger.history(job)))
+    text = "\n".join(lines)
+    assert job.job_id is not None
+    assert job.job_id in text
+    assert "(attempt 1; sends: 2)" in text
+    assert "no usable answer; the same key will ask again" in text
+    assert text.count("read: in_progress") == 1
+    assert lines[-1].endswith("ended: completed")
+    assert "\x1b" not in text

@@ -660,7 +660,7 @@ def test_a_changed_cost_leaves_its_history(desk: Desk) -> None:
     desk.run()
     with open_ledger(desk.path) as ledger:
         last = ledger.history(desk.job())[-1]
-    assert "cost was $0.300000, is $0.100000" in last[6]
+    assert "cost was $0.300000, is $0.100000" in (last.detail or "")
 
 
 # -- workers --

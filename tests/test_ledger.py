@@ -234,7 +234,7 @@ def test_facts_of_one_commit_stand_or_fall_together(ledger: Ledger) -> None:
 
 def test_history_has_a_line_for_each_fact(ledger: Ledger) -> None:
     job = job_in(ledger, Status.COMPLETED)
-    lines = [(event[3], event[4], event[5]) for event in ledger.history(job)]
+    lines = [(event.event, event.before, event.after) for event in ledger.history(job)]
     assert lines == [
         ("added", None, "queued"),
         ("prepared", "queued", "sending"),
@@ -448,3 +448,13 @@ def test_a_ledger_that_was_replaced_says_so(ledger: Ledger) -> None:
     ledger.path.unlink()
     with pytest.raises(LedgerError, match="removed or replaced"):
         ledger.record_pace("writes", 1)
+
+
+def test_a_row_is_found_by_id_job_id_and_unique_prefix(ledger: Ledger) -> None:
+    job = job_in(ledger, Status.PENDING)
+    assert ledger.find("r1") == ledger.find("job_1") == job
+    with pytest.raises(sume_resume.UsageError, match="several rows"):
+        ledger.find("r")
+    for nobody in ("x", "", "r1x"):
+        with pytest.raises(sume_resume.UsageError, match="no row or job"):
+            ledger.find(nobody)
