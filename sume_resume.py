@@ -173,8 +173,8 @@ DOUBT_LIMIT = 5
 STRAY_ROWS = 3
 # The queue window grows by one after so many answers that report more room.
 ROOM_VOTES = 8.0
-# An answer that reports no room at all is a weaker hint than one that does.
-ROOM_VOTE_UNREPORTED = 0.125
+# So often a full queue is asked again while jobs of ours are in it: a refusal is free.
+QUEUE_PROBE_S = 60.0
 
 MAX_BODY_BYTES = 1024 * 1024
 MAX_LINE_BYTES = 8 * 1024 * 1024
@@ -201,10 +201,7 @@ TOTALS_RELOAD_S = 30.0
 
 
 # Added to the note of each row in review.
-REVIEW_HINT = (
-    "look at your jobs at Sume; the command that settles such a row (resolve) is not in"
-    " this version yet, and until then the row is safe and is never sent again"
-)
+REVIEW_HINT = "the command that settles it (resolve) comes later; until then it is not sent again"
 
 
 class Exit(enum.IntEnum):
@@ -360,6 +357,8 @@ def show_time(seconds: float) -> str:
     if whole < 100:
         return f"{whole}s"
     minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if minutes < 10:
+        return f"{minutes}m" + (f"{whole % 60:02}s" if whole % 60 else "")
     if minutes < 100:
         return f"{minutes}m"
     if hours < 48:
@@ -1749,34 +1748,48 @@ class Gate:
 
 
 class QueueWindow:
-    """How many jobs Sume's queue takes from us: learned from its answers, never guessed up.
+    """How many jobs Sume's queue takes from us, learned from its answers.
 
-    The window is the least of (room + ours) that answers reported, one larger after
-    eight that report more; a full queue sets it to what is there.
+    The least of (room + ours) that answers report. Requests overtake each other, so a
+    report of one place more is only believed after eight of them; one of many more counts
+    for as much more, and an answer without a report grows a small window step by step. A
+    full queue sets the window to what is there; when others filled it, a probe a minute
+    finds out that they have left.
     """
 
     def __init__(self) -> None:
         self.size: float = float("inf")
         self._votes = 0.0
+        self._probe_s = float("inf")
 
     def accepted(self, room: int | None, ours: int) -> None:
         """An accept was answered; `ours` counts open and in-flight jobs, this one too."""
-        if room is None:
-            self._votes += ROOM_VOTE_UNREPORTED
-        elif room + ours > self.size:
-            self._votes += 1
-        else:
+        if room is None and self.size == float("inf"):
+            return
+        if room is not None and room + ours <= self.size:
             self.size, self._votes = room + ours, 0.0
+            return
+        self.size = max(self.size, ours)
+        reported = room + ours - self.size if room is not None else 0.0
+        self._votes += reported or ROOM_VOTES / min(ROOM_VOTES, max(self.size, 1))
         if self._votes >= ROOM_VOTES:
-            self.size, self._votes = self.size + 1, 0.0
+            # At most doubled, since what is free may be taken by others too.
+            self.size += min(self._votes // ROOM_VOTES, max(self.size, 1))
+            self._votes = 0.0
 
-    def full(self, ours: int) -> None:
+    def full(self, ours: int, now_s: float) -> None:
         """The queue was full while `ours` were in it."""
         self.size, self._votes = float(ours), 0.0
+        self._probe_s = now_s + QUEUE_PROBE_S
 
-    def has_room(self, ours: int) -> bool:
-        # With nothing of ours in it, one probe finds out when others have left.
-        return ours < max(self.size, 1)
+    def has_room(self, ours: int, now_s: float) -> bool:
+        # With nothing of ours in it, a probe finds out; its gate sees to the pace.
+        return ours < max(self.size, 1) or now_s >= self._probe_s
+
+    def sent(self, ours: int, now_s: float) -> None:
+        """One more is sent while `ours` are there: beyond the window it is the probe."""
+        if ours >= self.size:
+            self._probe_s = now_s + QUEUE_PROBE_S
 
 
 class Pacing:
@@ -1854,7 +1867,7 @@ class Pacing:
             case Pause.RATE:
                 self.submit_rate.shut(now_s, sent_s, asked_s, self._rng)
             case Pause.QUEUE:
-                self.window.full(open_jobs + submits)
+                self.window.full(open_jobs + submits, now_s)
                 if open_jobs + submits == 0:
                     self.queue.shut(now_s, sent_s, asked_s, self._rng)
                 elif asked_s is not None:
@@ -2991,6 +3004,8 @@ def classify(exc: Exception) -> Failure:
     text = f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
     chain: BaseException | None = exc
     while chain is not None:
+        if getattr(chain, "reason", "") in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
+            return Failure(Miss.SETTINGS, "no TLS is spoken there; check SUME_API_BASE_URL")
         if isinstance(chain, ssl.SSLCertVerificationError):
             hint = "check the clock, SSL_CERT_FILE and the proxy"
             return Failure(Miss.SETTINGS, f"certificate refused: {chain.verify_message}; {hint}")
@@ -3325,11 +3340,23 @@ class Engine:
         except LedgerError as exc:
             ending = self._signal is not None or self._deadline_passed()
             if not (isinstance(exc, LedgerBusy) and ending):
-                raise _with_ids(exc, answers) from exc
+                raise _with_ids(exc, [*answers, *self._last_answers(answers)]) from exc
         finally:
             self._ledger.on_busy = _give_up
         halt = self._halt[1] if self._halt else None
         return Ending(self._signal, halt, self._deadline_passed(), self._hits)
+
+    def _last_answers(self, answers: Sequence[Answer]) -> list[Answer]:
+        """Wait for the submits that are still on their way when nothing can be recorded."""
+        waiting = {id(call) for call in self._flying.values() if call.errand is Errand.SUBMIT}
+        waiting -= {id(answer.call) for answer in answers}
+        last: list[Answer] = []
+        until_s = self._clock.awake_s() + SIGNAL_GRACE_S
+        while waiting and (left_s := until_s - self._clock.awake_s()) > 0:
+            came = self._workers.wait(left_s)
+            waiting -= {id(answer.call) for answer in came}
+            last += came
+        return last
 
     def stop(self, signum: int) -> None:
         """Begin to stop, from a signal handler: submits in flight are still recorded."""
@@ -3374,13 +3401,14 @@ class Engine:
         return [no_answer(call, "no answer before the deadline") for call in late]
 
     def _wait_for_ledger(self, exc: LedgerBusy, tries: int) -> None:
-        """Wait on, or give up: with answers in hand never, since an id is never dropped.
+        """Wait on, or give up: while an id may come home never, since none is dropped.
 
-        Without, a minute is enough to say that something is wrong, and a signal or the
+        Otherwise a minute is enough to say that something is wrong, and a signal or the
         deadline ends the wait.
         """
         ending = self._signal is not None or self._deadline_passed()
-        if not self._holding and (ending or tries >= BUSY_TRIES):
+        expecting = self._holding or self._submits_flying() > 0
+        if not expecting and (ending or tries >= BUSY_TRIES):
             raise exc
         self._listen(Tick(self._clock.wall_ms(), "the ledger"))
         self._listen(Notice(str(exc)))
@@ -3422,7 +3450,7 @@ class Engine:
             and self._halt is None
             and self._pacing.may_submit(now_s, submits, len(self._flying))
         ):
-            job = self._next_replay(now_s, now_ms) or self._next_queued(submits)
+            job = self._next_replay(now_s, now_ms) or self._next_queued(submits, now_s)
             if job is None:
                 return
             self._pacing.writes.take(now_s)
@@ -3460,12 +3488,12 @@ class Engine:
             self._review(job, f"an earlier send may have arrived, and {why}", now_ms)
         return None
 
-    def _next_queued(self, submits: int) -> Job | None:
+    def _next_queued(self, submits: int, now_s: float) -> Job | None:
         """Return the next row that may be sent, if Sume's queue has room."""
-        if not self._pacing.window.has_room(self._open_count() + submits):
-            return None
-        job = self._peek_queued()
+        window, ours = self._pacing.window, self._open_count() + submits
+        job = self._peek_queued() if window.has_room(ours, now_s) else None
         if job is not None:
+            window.sent(ours, now_s)
             self._after = job.id
             self._first_sends.add(job.id)
         return job
@@ -4757,9 +4785,8 @@ def run(
     """
     path, defaults = (_ledger_path(db, simulate), _defaults(model, duration, kind, set, take))
     if key_ttl is not None and key_ttl < 2 * POST_DEADLINE_S:
-        raise UsageError(
-            f"--key-ttl: must be above {show_time(POST_DEADLINE_S)}, the time of a submit"
-        )
+        least = show_time(2 * POST_DEADLINE_S)
+        raise UsageError(f"--key-ttl: must be at least {least}; a submit may take half of that")
     given = defaults.fields or kind or take > 1 or namespace
     if file is None and given:
         raise UsageError("flags about input (--model, --set, ...) need a FILE")
@@ -4875,10 +4902,14 @@ def _summarize(ledger: Ledger, ending: Ending, scope: set[str] | None, file: str
         if job.status not in (Status.QUEUED, Status.COMPLETED):
             # Both open words mean the same to a person here.
             group = Status.PENDING if job.status in OPEN else job.status
-            _name(named, group, f"{job.row} ({job.job_id or job.note or job.trouble})")
+            why = job.job_id if job.status in OPEN else job.note or job.trouble
+            told = job.row if job.status is Status.REVIEW else f"{job.row} ({why})"
+            _name(named, group, told)
     for status in (Status.REVIEW, Status.REJECTED, Status.FAILED, Status.EXPIRED):
         if named.get(status):
             _complain(f"{status}: {', '.join(named[status])}")
+    if mine[Status.REVIEW]:
+        _complain("sume-resume status ROW tells why a row needs review")
     if outside:
         _complain(
             f"not sent, because they are not in {file}: {', '.join(named[Status.QUEUED])}"
@@ -4898,7 +4929,7 @@ def _name(named: dict[Status, list[str]], status: Status, text: str) -> None:
 def _verdict(ending: Ending, mine: Counter[Status], running: Sequence[str]) -> Exit:
     unfinished = sum(n for status, n in mine.items() if status not in FINAL | {Status.REVIEW})
     if unfinished:
-        why = "the deadline was reached" if ending.deadline else "a limit was reached"
+        why = "the deadline was reached" if ending.deadline else "--limit or --job-deadline"
         if ending.signal is not None:
             why = f"stopped by {signal.Signals(ending.signal).name}"
         elif ending.halt is not None:

@@ -1407,50 +1407,76 @@ def test_gate_held_is_no_failure() -> None:
 
 def test_window_is_the_least_that_was_reported() -> None:
     window = QueueWindow()
-    assert window.has_room(10**6)
+    assert window.has_room(10**6, 0.0)
     window.accepted(5, 3)
     assert window.size == 8
     window.accepted(2, 4)
     assert window.size == 6
-    assert window.has_room(5)
-    assert not window.has_room(6)
+    assert window.has_room(5, 0.0)
+    assert not window.has_room(6, 0.0)
 
 
-def test_window_grows_by_one_after_eight_reports_of_more() -> None:
+def test_window_grows_by_one_after_eight_reports_of_one_more() -> None:
     window = QueueWindow()
     window.accepted(0, 4)
     for _ in range(7):
-        window.accepted(10, 4)
+        window.accepted(1, 4)
     assert window.size == 4
-    window.accepted(10, 4)
+    window.accepted(1, 4)
     assert window.size == 5
-    for _ in range(8):
-        window.accepted(10, 4)
-    assert window.size == 6
     # A report that confirms the size begins the count anew.
     for _ in range(7):
-        window.accepted(10, 4)
+        window.accepted(2, 4)
+    window.accepted(1, 4)
     window.accepted(2, 4)
-    window.accepted(10, 4)
-    assert window.size == 6
+    assert window.size == 5
+
+
+def test_window_believes_much_room_soon_and_at_most_doubles() -> None:
+    window = QueueWindow()
+    window.full(1, 0.0)
+    sizes = []
+    for _ in range(6):
+        window.accepted(50, 1)
+        sizes.append(window.size)
+    assert sizes == [2, 4, 8, 13, 17, 21]
+
+
+def test_window_without_reports_grows_like_a_slow_start() -> None:
+    window = QueueWindow()
+    window.full(0, 0.0)
+    accepts = 0
+    while window.size < 8:
+        window.accepted(None, 1)
+        accepts += 1
+    assert accepts <= 30
+    for _ in range(8):
+        window.accepted(None, 1)
+    assert window.size == 9
 
 
 def test_window_after_a_full_queue() -> None:
     window = QueueWindow()
-    window.full(4)
-    assert window.has_room(3)
-    assert not window.has_room(4)
+    window.full(4, 100.0)
+    assert window.has_room(3, 100.0)
+    assert not window.has_room(4, 100.0)
+    # A minute later one is tried beyond it, and only one.
+    assert window.has_room(4, 160.0)
+    window.sent(4, 160.0)
+    assert not window.has_room(4, 160.0)
+    window.accepted(None, 5)
+    assert window.size >= 5
     # With nothing there, one probe.
-    window.full(0)
-    assert window.has_room(0)
-    assert not window.has_room(1)
+    window.full(0, 200.0)
+    assert window.has_room(0, 200.0)
+    assert not window.has_room(1, 200.0)
 
 
 def test_window_without_reports_stays_open() -> None:
     window = QueueWindow()
     for ours in range(100):
         window.accepted(None, ours)
-    assert window.has_room(10**6)
+    assert window.has_room(10**6, 0.0)
 
 
 # --- text ---

@@ -338,6 +338,29 @@ def test_a_queue_that_others_fill_is_probed_by_backoff(desk: Desk) -> None:
     assert len(desk.server.charges) == 3
 
 
+def test_a_queue_that_others_left_is_filled_again(desk: Desk) -> None:
+    """One refusal while others were there does not make the rest go one by one."""
+    queue = Queue(desk, places=50, takes_s=30.0, others=50)
+    desk.add(*clips(40))
+    start = desk.clock.awake_s()
+
+    def during(engine: Engine, event: Event) -> None:
+        queue.others = 0 if queue.full else queue.others
+
+    desk.run(poll_interval_s=1.0, writes_per_minute=120.0, during=during)
+    # At 120 a minute the sends alone take 20 s, and one job 30 s.
+    assert desk.clock.awake_s() - start <= 150
+    assert len(desk.server.charges) == 40
+
+
+def test_a_job_that_stays_open_does_not_block_the_queue(desk: Desk) -> None:
+    desk.add(*clips(6))
+    desk.server.on_read = Reply(200, {"status": "in_progress"})
+    desk.server.submits.extend([lambda server, request: None, Reply(429, err("queue_full"))])
+    desk.run(deadline_s=900.0, writes_per_minute=120.0)
+    assert len(desk.server.charges) == 6
+
+
 def test_rate_limit_headers_are_obeyed_before_they_bite(desk: Desk) -> None:
     times: list[float] = []
 
@@ -544,6 +567,46 @@ def test_a_locked_ledger_is_waited_for_with_an_answer_in_hand(
     assert len(desk.server.posts) == 1
 
 
+def test_an_answer_that_comes_while_the_ledger_is_locked_is_kept(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Locked in a turn without answers, and stopped there: the id on its way is still stored."""
+    monkeypatch.setattr(sume_resume, "BUSY_TIMEOUT_MS", 1)
+    desk.add(*clips(1))
+    others: list[sqlite3.Connection] = []
+
+    def during(engine: Engine, event: Event) -> None:
+        if desk.server.posts and not others:
+            others.append(lock(desk.path))
+            engine.stop(15)
+        if len(desk.notices) == 30:
+            others[0].close()
+
+    ending = desk.run(latency_s=0.5, during=during)
+    assert ending.signal == 15
+    assert len(desk.notices) >= 30
+    assert desk.job().job_id == desk.server.charges[0].id
+
+
+def test_ids_that_arrive_after_a_disk_ran_full_are_named(desk: Desk) -> None:
+    """Nothing can be recorded any more: every id that still comes home is printed once."""
+    desk.add(*clips(3))
+
+    class Full(Ledger):
+        def record_accepted(self, *args: Any, **more: Any) -> Any:
+            raise LedgerError(f"{self.path}: the disk is full")
+
+    # The first answer comes soon, the other two while the run is ending.
+    def before(call: Call) -> None:
+        assert desk.carrier is not None
+        desk.carrier.latency_s = 2.0 if desk.server.posts else 0.1
+
+    with pytest.raises(LedgerError) as caught:
+        desk.run(make_ledger=Full, before=before)
+    assert len(desk.server.charges) == 3
+    assert all(str(caught.value).count(job.id) == 1 for job in desk.server.charges)
+
+
 @pytest.mark.parametrize("signalled", [False, True])
 def test_a_locked_ledger_without_an_answer_ends_the_run(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, signalled: bool
@@ -611,7 +674,8 @@ def test_a_job_past_its_deadline_is_read_on_while_others_wait(desk: Desk) -> Non
     assert not ending.deadline
     assert statuses(desk.jobs().values())[:2] == ["completed"] * 2
     assert len(desk.server.charges) == 3
-    assert queue.full <= 3
+    # One try a minute, while the first two render for ten.
+    assert queue.full <= 11
 
 
 def test_a_clock_correction_harms_no_later_row(desk: Desk) -> None:
