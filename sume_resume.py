@@ -4889,7 +4889,7 @@ def _summarize(ledger: Ledger, ending: Ending, scope: set[str] | None, file: str
     """Say how the run ended, what still runs at Sume and what helps; return the exit code."""
     _complain(totals_text(ledger.totals()))
     if ending.hits:
-        _complain(f"{ending.hits} jobs were known to Sume already by their keys: not bought again")
+        _complain(f"known to Sume already by their keys, and not bought again: {ending.hits}")
     mine: Counter[Status] = Counter()
     named: dict[Status, list[str]] = {}
     outside = 0
@@ -4934,7 +4934,7 @@ def _verdict(ending: Ending, mine: Counter[Status], running: Sequence[str]) -> E
             why = f"stopped by {signal.Signals(ending.signal).name}"
         elif ending.halt is not None:
             why = ending.halt
-        _complain(f"unfinished: {unfinished} rows ({why})")
+        _complain(f"unfinished rows: {unfinished} ({why})")
         if running:
             _complain(f"still running at Sume, and paid for: {', '.join(running)}")
         _complain("run the same command again to finish; nothing is bought twice")
