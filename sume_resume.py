@@ -4889,7 +4889,7 @@ def _summarize(ledger: Ledger, ending: Ending, scope: set[str] | None, file: str
     """Say how the run ended, what still runs at Sume and what helps; return the exit code."""
     _complain(totals_text(ledger.totals()))
     if ending.hits:
-        _complain(f"known to Sume already by their keys, and not bought again: {ending.hits}")
+        _complain(f"{ending.hits} known to Sume already by their keys; not bought again")
     mine: Counter[Status] = Counter()
     named: dict[Status, list[str]] = {}
     outside = 0
