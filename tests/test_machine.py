@@ -25,6 +25,10 @@ import sume_resume
 from sume_resume import FINAL, Exit, InputError, Job, Ledger, Status, open_ledger
 
 
+# A hundred lives take 20 s on two idle cores, and much longer on busy ones.
+pytestmark = pytest.mark.timeout(600)
+
+
 class Killed(BaseException):
     """Stands for a SIGKILL: nothing above it may tidy up, and SQLite rolls back."""
 
@@ -244,6 +248,6 @@ class Life(RuleBasedStateMachine):
 
 
 Life.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=100, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestLife = Life.TestCase
