@@ -24,7 +24,6 @@ from servers import error as err
 import sume_resume
 from sume_resume import FINAL, Exit, InputError, Job, Ledger, Status, open_ledger
 
-
 # A hundred lives take 20 s on two idle cores, and much longer on busy ones.
 pytestmark = pytest.mark.timeout(600)
 
