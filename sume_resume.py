@@ -576,6 +576,9 @@ class Notice(NamedTuple):
     text: str
     row: str | None = None
 
+    def words(self) -> str:
+        return f"row '{self.row}': {self.text}" if self.row else self.text
+
 
 class Tick(NamedTuple):
     """Nothing happened, time went by. `waiting` says what for, where it is known."""
@@ -733,12 +736,13 @@ def send_before_ms(first_sent_at: int, key_ttl_s: float | None) -> int | None:
 
 def too_old(first_sent_at: int, now_ms: int, key_ttl_s: float | None) -> str | None:
     """Say why a key that may have arrived must not be replayed, or None if it may be."""
-    if key_ttl_s is None:
+    before_ms = send_before_ms(first_sent_at, key_ttl_s)
+    if before_ms is None:
         return None
-    age = show_time((now_ms - first_sent_at) / 1000)
     if now_ms < first_sent_at:
         return "the clock is behind the time of the first send"
-    if now_ms >= first_sent_at + (key_ttl_s - POST_DEADLINE_S) * 1000:
+    if now_ms >= before_ms:
+        age = show_time((now_ms - first_sent_at) / 1000)
         return f"its first send was {age} ago and Sume may have forgotten the key"
     return None
 
@@ -3371,7 +3375,7 @@ class Engine:
         active = (Status.SENDING, *OPEN)
         jobs = [job for status in active for job in self._ledger.with_status(status)]
         for job in jobs:
-            self._seen[job.id] = Seen(ahead_ms=self._clock.ahead_ms(), since_s=self._start_s)
+            self._meet(job, self._start_s)
         self._listen(Started(self._totals, jobs, now_ms))
 
     def _turn(self, answers: list[Answer]) -> None:
@@ -3549,9 +3553,11 @@ class Engine:
         return self._scope is None or job.row in self._scope
 
     def _see(self, job: Job) -> Seen:
-        if job.id not in self._seen:
-            clock = self._clock
-            self._seen[job.id] = Seen(ahead_ms=clock.ahead_ms(), since_s=clock.awake_s())
+        return self._seen.get(job.id) or self._meet(job, self._clock.awake_s())
+
+    def _meet(self, job: Job, since_s: float) -> Seen:
+        """Begin to remember a row, from now on or anew."""
+        self._seen[job.id] = Seen(ahead_ms=self._clock.ahead_ms(), since_s=since_s)
         return self._seen[job.id]
 
     # -- recording --
@@ -3620,7 +3626,7 @@ class Engine:
         if after.status is Status.REVIEW:
             self._tell(after.note or "", job.row)
             return
-        self._seen[job.id] = Seen(ahead_ms=self._clock.ahead_ms(), since_s=now_s)
+        self._meet(job, now_s)
 
     def _record_late(self, call: Call, job_id: str, now_ms: int) -> None:
         """Keep an id that came home after its row had moved on."""
@@ -3829,8 +3835,11 @@ class Engine:
         return limit is not None and seen.was_read and now_s - seen.since_s >= limit
 
     def _is_work_left(self, now_s: float) -> bool:
+        # Without --job-deadline no row is ever given up, so one open row answers.
+        limit = 1 if self._settings.job_deadline_s is None else -1
         for status in OPEN:
-            if any(not self._is_given_up(j, now_s) for j in self._ledger.with_status(status)):
+            jobs = self._ledger.with_status(status, limit=limit)
+            if any(not self._is_given_up(job, now_s) for job in jobs):
                 return True
         if self._halt is not None:
             return False
@@ -3876,43 +3885,25 @@ def _with_ids(exc: LedgerError, answers: Sequence[Answer]) -> LedgerError:
 # --- display -----------------------------------------------------------------
 # What a person sees of the engine's events. Opens nothing and decides nothing.
 
+# In the order that a person looks: who needs them, what runs, what ended, what waits.
 STYLES: Mapping[Status, str] = {
-    Status.QUEUED: "dim",
-    Status.SENDING: "yellow",
-    Status.PENDING: "cyan",
-    Status.IN_PROGRESS: "blue",
-    Status.COMPLETED: "green",
-    Status.FAILED: "red",
-    Status.CANCELLED: "magenta",
-    Status.EXPIRED: "magenta",
-    Status.REJECTED: "red",
     Status.REVIEW: "bold yellow",
+    Status.IN_PROGRESS: "blue",
+    Status.PENDING: "cyan",
+    Status.SENDING: "yellow",
+    Status.REJECTED: "red",
+    Status.FAILED: "red",
+    Status.EXPIRED: "magenta",
+    Status.CANCELLED: "magenta",
+    Status.COMPLETED: "green",
+    Status.QUEUED: "dim",
 }
-# What a person looks for first: what runs, what needs them, what ended, what waits.
-_ORDER = {
-    status: place
-    for place, status in enumerate(
-        (
-            Status.REVIEW,
-            Status.IN_PROGRESS,
-            Status.PENDING,
-            Status.SENDING,
-            Status.REJECTED,
-            Status.FAILED,
-            Status.EXPIRED,
-            Status.CANCELLED,
-            Status.COMPLETED,
-            Status.QUEUED,
-        )
-    )
-}
+_ORDER = {status: place for place, status in enumerate(STYLES)}
 # Rows that a table of a run remembers beside the ones that run.
 RECENT_ROWS = 200
-# Each column with the window width from which it is shown; the rest always are.
-# (the last column of a window stays empty).
+# Each column with the window width from which it is shown (the last column of a window
+# stays empty); the rest always are.
 _WIDE_COLUMNS = {"age": 48, "prompt": 59, "model": 79, "job id": 99, "seconds": 99, "trouble": 59}
-
-
 # What is shown of these in the narrowest window is still whole.
 _LEAST_WIDTHS = {"status": 11, "age": 4, "cost": 9}
 
@@ -4101,9 +4092,8 @@ class LiveTable:
         if isinstance(event, Notice):
             from rich.text import Text
 
-            about = f"row '{event.row}': " if event.row else ""
             with contextlib.suppress(OSError):
-                self._live.console.print(Text(inert(f"{about}{event.text}", 1000), "yellow"))
+                self._live.console.print(Text(inert(event.words(), 1000), "yellow"))
         now_s = time.monotonic()
         if now_s - self._drawn_s >= REDRAW_S:
             self._drawn_s = now_s
@@ -4155,8 +4145,7 @@ class PlainLog:
         self._view.follow(event)
         match event:
             case Notice():
-                about = f"row '{event.row}': " if event.row else ""
-                self._say(f"{about}{event.text}")
+                self._say(event.words())
             case Changed(before=before, after=after):
                 news = after.status is not before.status or after.trouble != before.trouble
                 if news:
@@ -4895,8 +4884,9 @@ def _summarize(ledger: Ledger, ending: Ending, scope: set[str] | None, file: str
     outside = 0
     for job in ledger.latest():
         if scope is not None and job.row not in scope:
-            outside += job.status is Status.QUEUED
-            _name(named, Status.QUEUED, job.row) if job.status is Status.QUEUED else None
+            if job.status is Status.QUEUED:
+                outside += 1
+                _name(named, Status.QUEUED, job.row)
             continue
         mine[job.status] += 1
         if job.status not in (Status.QUEUED, Status.COMPLETED):

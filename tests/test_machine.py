@@ -147,16 +147,6 @@ class Life(RuleBasedStateMachine):
         latency_s: float,
         deadline_s: float,
     ) -> None:
-        self.run(submits, reads, kill, latency_s, deadline_s)
-
-    def run(
-        self,
-        submits: list[str],
-        reads: list[str],
-        kill: int | None,
-        latency_s: float,
-        deadline_s: float,
-    ) -> None:
         self.server.submits.extend(ACTS[name] for name in submits)
         self.server.reads.extend(READS[name] for name in reads)
         ledger = killer(kill) if kill else Ledger
@@ -196,7 +186,7 @@ class Life(RuleBasedStateMachine):
     @rule(kill=st.integers(5, 20), lost=st.integers(1, 3))
     def crash_with_sends_in_the_air(self, kill: int, lost: int) -> None:
         """Some sends arrive and are not answered, and the process dies soon after."""
-        self.run(["lost after"] * lost, [], kill, 0.0, 5.0)
+        self.run_the_command(["lost after"] * lost, [], kill, 0.0, 5.0)
 
     @rule(seconds=st.sampled_from([600.0, 25 * 3600.0]))
     def time_goes_by(self, seconds: float) -> None:
