@@ -200,10 +200,6 @@ HEARTBEAT_S = 30.0
 TOTALS_RELOAD_S = 30.0
 
 
-# Added to the note of each row in review.
-REVIEW_HINT = "the command that settles it (resolve) comes later; until then it is not sent again"
-
-
 class Exit(enum.IntEnum):
     """Exit codes, in the README and in --help."""
 
@@ -247,7 +243,7 @@ Exit codes:
 #   ├── LockedError     7  another run holds the ledger
 #   ├── LedgerError     8  the ledger cannot be used
 #   │   └── LedgerBusy  8  another process is writing; waiting may help
-#   └── RowChanged         another process changed the row first (never leaves a run)
+#   └── RowChanged      2  another process changed the row first (never leaves a run)
 
 
 class SumeResumeError(Exception):
@@ -299,6 +295,8 @@ class LedgerBusy(LedgerError):
 class RowChanged(SumeResumeError):
     """The row is not in the state that this fact expects."""
 
+    exit_code = Exit.USAGE
+
 
 # --- text --------------------------------------------------------------------
 # Text from outside is data: it moves no cursor and carries no secret.
@@ -334,6 +332,13 @@ def quiet(text: object, limit: int = MAX_NOTE_CHARS) -> str:
     for pattern, instead in _SECRETS:
         flat = re.sub(pattern, instead, flat)
     return inert(flat, limit)
+
+
+def shell_word(text: str) -> str:
+    """Return text as the last word of a shell command, also where it looks like a flag."""
+    import shlex
+
+    return ("-- " if text.startswith("-") else "") + shlex.quote(text)
 
 
 TIME_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -390,6 +395,10 @@ class Clock:
     def ahead_ms(self) -> int:
         """How far the wall clock is ahead of the steady one; a fall is a clock set back."""
         return self.wall_ms() - self.elapsed_ms()
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass."""
+        time.sleep(seconds)
 
 
 # --- states ------------------------------------------------------------------
@@ -485,6 +494,15 @@ class Job(NamedTuple):
             and self.status is not Status.REJECTED
         )
 
+    @property
+    def dropped_in_doubt(self) -> bool:
+        """Whether a person gave it up while nobody knew if Sume has a job for it."""
+        return (
+            self.status is Status.CANCELLED
+            and self.first_sent_at is not None
+            and self.job_id is None
+        )
+
 
 class NewRow(NamedTuple):
     """A checked row, ready to be added. `given` holds the defaults given now."""
@@ -497,6 +515,18 @@ class NewRow(NamedTuple):
     body: bytes
     source: str
     given: Mapping[str, Any]
+
+    @property
+    def prompt(self) -> str:
+        """The prompt, from the built body."""
+        return str(json.loads(self.body).get("prompt", ""))
+
+
+def new_row_of(job: Job) -> NewRow:
+    """Return what an attempt was made from; its body is never built anew."""
+    return NewRow(
+        job.row, job.kind, job.model, job.duration_s, job.own, job.body, job.source, given={}
+    )
 
 
 class Output(NamedTuple):
@@ -562,6 +592,14 @@ class Started(NamedTuple):
     at_ms: int
 
 
+class Recounted(NamedTuple):
+    """Another command changed rows beside the run: the totals and what is open, afresh."""
+
+    totals: Totals
+    open_jobs: Sequence[Job]
+    at_ms: int
+
+
 class Changed(NamedTuple):
     """An attempt moved on, or something was learned about it."""
 
@@ -587,7 +625,7 @@ class Tick(NamedTuple):
     waiting: str | None
 
 
-Event = Started | Changed | Notice | Tick
+Event = Started | Recounted | Changed | Notice | Tick
 
 
 # --- money -------------------------------------------------------------------
@@ -1320,6 +1358,86 @@ def poll_wait_s(wait_s: float, rng: random.Random) -> float:
     return wait_s * rng.uniform(1.0, 1.0 + POLL_JITTER)
 
 
+def cancel_refusal(answer: Reply | Failure) -> str:
+    """Say why Sume does not cancel a job (sume-api.md 1.3), or nothing where it does.
+
+    Raises AccountError for an answer that no other job's request would change.
+    """
+    if isinstance(answer, Failure):
+        if answer.miss is Miss.SETTINGS:
+            raise AccountError(answer.text)
+        return answer.text
+    error, text = error_of(answer.data), describe(answer)
+    if answer.code == 401 or (answer.code == 403 and error is None):
+        raise AccountError(f"{text}; check SUME_API_KEY")
+    if 300 <= answer.code < 400 or (answer.code in (404, 405, 410) and error is None):
+        raise AccountError(f"{text}; check SUME_API_BASE_URL")
+    return "" if 200 <= answer.code < 300 and error is None else text
+
+
+# What a person may ask for an attempt. Each refusal names the command that helps.
+
+
+def way_out(job: Job) -> str:
+    """Return the commands that settle a row in review."""
+    row = shell_word(job.row)
+    there = "to read its job again" if job.job_id else "if its job is in Sume's list"
+    return (
+        f"{there}: sume-resume resolve --job-id {job.job_id or 'ID'} {row}; if not, in place"
+        " of --job-id: --resend (buys it again) or --drop (gives it up)"
+    )
+
+
+def retry_refusal(job: Job, has_result: bool) -> str | None:
+    """Say why a row gets no new attempt from `retry`, None where it does.
+
+    It gets one only while the outcome of the last one is known.
+    """
+    match job.status:
+        case Status.QUEUED if job.tries:
+            return None
+        case Status.QUEUED:
+            return "is queued and was never sent; sume-resume run sends it"
+        case Status.SENDING:
+            return "may have been sent, and its outcome is not known; sume-resume run finds out"
+        case Status.PENDING | Status.IN_PROGRESS:
+            return f"is job {job.job_id}, which is not done; sume-resume run reads how it ends"
+        case Status.REVIEW:
+            return f"needs review first: {way_out(job)}"
+        case Status.COMPLETED if has_result:
+            return "is completed; for another clip give it a new id, or use --take"
+        case Status.CANCELLED if job.dropped_in_doubt:
+            row = shell_word(job.row)
+            return (
+                "was dropped while nobody knew if Sume has a job for it;"
+                f" sume-resume resolve --resend {row} buys it again, and may pay twice"
+            )
+        case _:
+            return None
+
+
+def cancel_row_refusal(job: Job) -> str | None:
+    """Say why a row is not to be cancelled, None where it is."""
+    if job.status in FINAL:
+        return f"is {job.status}; there is nothing to cancel"
+    if job.status is Status.SENDING:
+        return "may have been sent, and its outcome is not known; sume-resume run finds out"
+    if job.status is Status.REVIEW:
+        return f"needs review; sume-resume resolve --drop {shell_word(job.row)} gives it up"
+    return None
+
+
+def resolve_refusal(job: Job, resend: bool) -> str | None:
+    """Say why there is nothing to resolve about a row, None where there is."""
+    if job.status is Status.REVIEW or (resend and job.dropped_in_doubt):
+        return None
+    if job.status in FINAL:
+        row = shell_word(job.row)
+        helps = "" if job.status is Status.COMPLETED else f"; sume-resume retry {row} buys it again"
+        return f"is {job.status}, so there is nothing to settle{helps}"
+    return f"is {job.status}, so there is nothing to settle; sume-resume run goes on with it"
+
+
 # --- input -------------------------------------------------------------------
 # From what a person wrote to checked rows. Every problem names file, line and field.
 
@@ -1686,10 +1804,45 @@ def clash(job: Job, row: NewRow) -> str | None:
         if name not in built or canonical(built[name]) != canonical(value):
             had = _shown(built[name]) if name in built else "none"
             return (
-                f"{inert(name, 60)}: row '{job.row}' was built with {had} and {_shown(value)}"
-                " is given now; leave the flag out, or use --take or a new id for another clip"
+                f"{inert(name, 60)}: row '{job.row}' ({job.status}) was built with {had} and"
+                f" {_shown(value)} is given now"
             )
     return None
+
+
+class Fate(enum.Enum):
+    """What adding a row does where a row of that id is in the ledger."""
+
+    # Nothing: it is the same.
+    SAME = enum.auto()
+    # It was never bought, so it takes the new content.
+    REPLACE = enum.auto()
+    # It ended, and not with a clip: a new attempt gets the new content.
+    BUY_AGAIN = enum.auto()
+
+
+def fate_of(there: Job, row: NewRow, replace: bool) -> Fate | str:
+    """Say what adding a row does to the attempt that is there; text says why it is refused."""
+    if is_same(there, row):
+        problem, helps = clash(there, row), "leave the flag out, or use --take or a new id"
+    else:
+        helps = "take the change back, or give it a new id"
+        problem = (
+            f"row '{there.row}' (attempt {there.attempt}, {there.status}) is in the ledger with"
+            f" other content, from {there.source}"
+        )
+    if problem is None:
+        return Fate.SAME
+    fate = None
+    if there.status is Status.QUEUED:
+        fate = Fate.REPLACE
+    elif there.status in FINAL and there.status is not Status.COMPLETED:
+        fate = Fate.BUY_AGAIN
+    if fate is not None:
+        return fate if replace else f"{problem}; {helps}, or use --replace"
+    if not replace:
+        return f"{problem}; {helps}"
+    return f"{problem}; --replace cannot change a row that is {there.status}; {helps}"
 
 
 # --- pacing ------------------------------------------------------------------
@@ -2050,7 +2203,7 @@ SQL_SET_PACE = """
     ON CONFLICT (name) DO UPDATE SET at = excluded.at
 """
 
-# Adds the first attempt of a row, unless the row is there.
+# Adds an attempt of a row, unless it is there.
 SQL_ADD = """
     INSERT INTO jobs (row, attempt, key, kind, model, duration_s, own, body, source,
                       status, created_at, updated_at)
@@ -2070,6 +2223,22 @@ SQL_CHANGE = """
     WHERE id = :id
       AND status = :expected
 """
+# Makes room for the next attempt of a row.
+SQL_RETIRE = """
+    UPDATE jobs
+    SET latest = 0
+    WHERE id = :id
+      AND status = :expected
+      AND latest = 1
+"""
+# Gives an attempt that was never bought other content, and so another key.
+SQL_REPLACE = """
+    UPDATE jobs
+    SET key = :key, kind = :kind, model = :model, duration_s = :duration_s, own = :own,
+        body = :body, source = :source, trouble = NULL, updated_at = :now
+    WHERE id = :id
+      AND status = :expected
+"""
 SQL_EVENT = """
     INSERT INTO events (at, job, event, before, after, detail)
     VALUES (:at, :job, :event, :before, :after, :detail)
@@ -2082,6 +2251,7 @@ SQL_ADD_OUTPUT = """
 
 SQL_JOB = "SELECT * FROM jobs WHERE id = :id"
 SQL_JOB_OF_ROW = "SELECT * FROM jobs WHERE row = :row AND latest = 1"
+SQL_ATTEMPTS = "SELECT * FROM jobs WHERE row = :row ORDER BY attempt"
 # Two are enough to say that a prefix is not unique.
 SQL_BY_PREFIX = """
     SELECT * FROM jobs
@@ -2170,6 +2340,7 @@ class Added:
 
     new: int = 0
     existing: int = 0
+    replaced: int = 0
     rows: set[str] = field(default_factory=set)
 
 
@@ -2230,23 +2401,24 @@ class Ledger:
                     self._execute(statement)
 
     @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _translated(self, path: Path | None = None) -> Iterator[None]:
         """Turn SQLite's errors into ours: which file, what failed, what helps."""
+        path = path or self.path
         try:
             yield
         except sqlite3.Error as exc:
             code = (getattr(exc, "sqlite_errorcode", None) or 0) & 0xFF
-            text, kind = f"{self.path}: {exc}", LedgerError
+            text, kind = f"{path}: {exc}", LedgerError
             match code:
                 case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
                     kind = LedgerBusy
-                    text = f"{self.path}: another process is writing to it; try again"
+                    text = f"{path}: another process is writing to it; try again"
                 case sqlite3.SQLITE_FULL:
-                    text = f"{self.path}: the disk is full; free some space, then run again"
+                    text = f"{path}: the disk is full; free some space, then run again"
                 case sqlite3.SQLITE_IOERR:
                     text += " (check the disk and its free space, then run again)"
                 case sqlite3.SQLITE_READONLY if exc.sqlite_errorname == "SQLITE_READONLY_DBMOVED":
-                    text = f"{self.path}: was removed or replaced while it was in use"
+                    text = f"{path}: was removed or replaced while it was in use"
                 case sqlite3.SQLITE_READONLY | sqlite3.SQLITE_CANTOPEN:
                     text += " (the file and its folder must be writable)"
                 case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
@@ -2389,9 +2561,43 @@ class Ledger:
     def outputs(self, job: Job) -> list[Output]:
         return [Output(*line) for line in self._all(SQL_OUTPUTS, job=job.id)]
 
+    def attempts(self, row: str) -> list[Job]:
+        """Return all attempts of a row, the first one first."""
+        return self._jobs(SQL_ATTEMPTS, row=row)
+
     def history(self, job: Job) -> list[Recorded]:
         """Return what was recorded of an attempt, oldest first."""
         return [Recorded._make(line) for line in self._all(SQL_EVENTS, job=job.id)]
+
+    def copy_to(self, path: Path) -> None:
+        """Copy the ledger as it is at one moment; its own file is only read.
+
+        After this returns a whole copy has that name, durably; before, nothing has. Raises
+        UsageError when the name is taken or cannot be, LedgerError when the copy fails.
+        """
+        import tempfile
+
+        def busy(code: int, remaining: int, total: int) -> None:
+            # backup() itself would ask for ever.
+            if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                raise LedgerBusy(f"{self.path}: another process is writing to it; try again")
+
+        if os.path.lexists(path):
+            raise UsageError(f"{path}: is there already, and is not replaced; name another file")
+        try:
+            # Only its owner may read it, like the ledger itself.
+            fd, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".new", dir=path.parent)
+        except OSError as exc:
+            raise UsageError(f"{path}: cannot be made: {exc.strerror}") from exc
+        os.close(fd)
+        try:
+            with self._translated(path), contextlib.closing(sqlite3.connect(name)) as copy:
+                self._db.backup(copy, progress=busy)
+            _publish(Path(name), path)
+        except FileExistsError as exc:
+            raise UsageError(f"{path}: was made by another process meanwhile") from exc
+        finally:
+            Path(name).unlink(missing_ok=True)
 
     # -- recording --
 
@@ -2412,40 +2618,57 @@ class Ledger:
         with self.transaction():
             self._execute(SQL_SET_PACE, name=name, at=at_ms)
 
-    def record_added(self, rows: Iterable[NewRow], log: InputLog, now_ms: int) -> Added:
+    def record_added(
+        self, rows: Iterable[NewRow], log: InputLog, now_ms: int, replace: bool = False
+    ) -> Added:
         """All rows of an input are in the ledger, queued; or none is, and InputError.
 
         A row that is there with the same content is left alone. Other content, or a
-        default given now that differs from what the row was built with, is a problem.
+        default given now that differs from what the row was built with, is a problem;
+        with `replace` it takes the place of what was not bought, as `fate_of` says.
         """
-        added, namespace = Added(), self.meta("namespace") or ""
+        added, namespace = Added(), self._namespace()
         with self.transaction():
             for row in rows:
                 added.rows.add(row.row)
-                if self._add(row, namespace, now_ms):
+                if self._add(row, 1, namespace, now_ms, row.source):
                     added.new += 1
                     continue
-                added.existing += 1
                 there = self.job_of_row(row.row)
                 assert there is not None
-                if not is_same(there, row):
-                    log.add(
-                        row.source,
-                        f"row '{row.row}' (attempt {there.attempt}, {there.status}) is in the"
-                        f" ledger with other content, from {there.source}; take the change back,"
-                        " or give it a new id",
-                    )
-                elif problem := clash(there, row):
-                    log.add(row.source, problem)
+                match fate_of(there, row, replace):
+                    case Fate.SAME:
+                        added.existing += 1
+                    case Fate.REPLACE:
+                        self.record_replaced(there, row, now_ms)
+                        added.replaced += 1
+                    case Fate.BUY_AGAIN:
+                        self.record_retried(there, now_ms, row)
+                        added.replaced += 1
+                    case problem:
+                        log.add(row.source, problem)
             log.check()
         return added
 
-    def _add(self, row: NewRow, namespace: str, now_ms: int) -> bool:
-        key = idempotency_key(namespace, row.kind, row.row, row.body, 1)
+    def preview(self, rows: Iterable[NewRow], log: InputLog, replace: bool) -> Iterator[NewRow]:
+        """Yield the rows of an input that `record_added` would make or change; write nothing."""
+        for row in rows:
+            there = self.job_of_row(row.row)
+            fate = fate_of(there, row, replace) if there else Fate.REPLACE
+            if isinstance(fate, str):
+                log.add(row.source, fate)
+            elif fate is not Fate.SAME:
+                yield row
+
+    def _namespace(self) -> str:
+        return self.meta("namespace") or ""
+
+    def _add(self, row: NewRow, attempt: int, namespace: str, now_ms: int, why: str) -> bool:
+        key = idempotency_key(namespace, row.kind, row.row, row.body, attempt)
         cursor = self._execute(
             SQL_ADD,
             row=row.row,
-            attempt=1,
+            attempt=attempt,
             key=key,
             kind=row.kind,
             model=row.model,
@@ -2459,8 +2682,105 @@ class Ledger:
         if not cursor.rowcount:
             return False
         job = cast(int, cursor.lastrowid)
-        self._event(now_ms, job, "added", None, Status.QUEUED, row.source)
+        self._event(now_ms, job, "added", None, Status.QUEUED, why)
         return True
+
+    # -- recording what a person decides --
+
+    def record_replaced(self, job: Job, row: NewRow, now_ms: int) -> None:
+        """A queued row, of which no send arrived, has other content and so another key."""
+        key = idempotency_key(self._namespace(), row.kind, row.row, row.body, job.attempt)
+        with self.transaction():
+            detail = f"now from {row.source}; was from {job.source}, with key {job.key}"
+            same = self._change(job, "replaced", now_ms, detail=detail)
+            self._execute(
+                SQL_REPLACE,
+                id=same.id,
+                expected=Status.QUEUED,
+                key=key,
+                kind=row.kind,
+                model=row.model,
+                duration_s=row.duration_s,
+                own=row.own,
+                body=row.body,
+                source=row.source,
+                now=now_ms,
+            )
+
+    def record_retried(self, job: Job, now_ms: int, row: NewRow | None = None) -> Job:
+        """A new attempt of a row is queued, and the old one is history.
+
+        The outcome of the old one is known; one that is still queued ends as cancelled. The
+        new one has the old content, or that of `row`. Returns it.
+        """
+        why = f"attempt {job.attempt + 1} takes its place"
+        with self.transaction():
+            if job.status is Status.QUEUED:
+                old = self._drop(job, "retried", why, now_ms)
+            else:
+                old = self._change(job, "retried", now_ms, detail=why)
+            return self._next_attempt(old, row or new_row_of(old), now_ms)
+
+    def record_resent(self, job: Job, now_ms: int) -> Job:
+        """A new attempt is queued though the old one may have been bought; returns it.
+
+        The old one ends as cancelled, and what it cost stays unknown until Sume says it.
+        """
+        why = f"given up for attempt {job.attempt + 1}; it may have been bought"
+        with self.transaction():
+            old = self._drop(job, "resent", why, now_ms)
+            return self._next_attempt(old, new_row_of(old), now_ms)
+
+    def record_dropped(self, job: Job, why: str, now_ms: int) -> Job:
+        """A person gave it up: it ends as cancelled, and is never sent again."""
+        return self._drop(job, "dropped", why, now_ms)
+
+    def record_found(self, job: Job, job_id: str, now_ms: int) -> Job:
+        """A person knows its job, and Sume does: it is open, and due to be read.
+
+        Raises UsageError, with nothing changed, when another attempt has that job.
+        """
+        with self.transaction():
+            there = self.holder(job_id)
+            if there is not None and there.id != job.id:
+                whose = f"row '{there.row}' (attempt {there.attempt})"
+                raise UsageError(f"row '{job.row}': job {job_id} belongs to {whose} already")
+            was = f" (was {job.job_id})" if job.job_id not in (None, job_id) else ""
+            return self._change(
+                job,
+                "found",
+                now_ms,
+                detail=job_id + was,
+                status=Status.PENDING,
+                job_id=job_id,
+                accepted_at=now_ms,
+                next_poll_at=now_ms,
+                trouble=None,
+                note=None,
+            )
+
+    def record_cancel_asked(self, job: Job, refusal: str, now_ms: int) -> Job:
+        """Sume was asked to cancel it, and refused or did not; it is due to be read."""
+        detail = f"{job.job_id}: {refusal}" if refusal else job.job_id
+        return self._change(job, "cancel_asked", now_ms, detail=detail, next_poll_at=now_ms)
+
+    def _drop(self, job: Job, event: str, why: str, now_ms: int) -> Job:
+        if job.status is Status.CANCELLED:
+            return self._change(job, event, now_ms, detail=why)
+        return self._change(
+            job, event, now_ms, detail=why, status=Status.CANCELLED, note=why, finished_at=now_ms
+        )
+
+    def _next_attempt(self, old: Job, row: NewRow, now_ms: int) -> Job:
+        if self._execute(SQL_RETIRE, id=old.id, expected=old.status).rowcount != 1:
+            raise RowChanged(f"row '{old.row}' has another attempt already")
+        attempt = old.attempt + 1
+        self._add(row, attempt, self._namespace(), now_ms, f"{row.source}, as attempt {attempt}")
+        new = self.job_of_row(old.row)
+        assert new is not None
+        return new
+
+    # -- recording what Sume does --
 
     def record_prepared(self, job: Job, now_ms: int) -> Job:
         """Its key and body are about to be sent; after this returns they may be."""
@@ -2544,8 +2864,8 @@ class Ledger:
         )
 
     def record_review(self, job: Job, why: str, now_ms: int) -> Job:
-        """Only a person can tell what it is worth; the note says why."""
-        note = f"{quiet(why)}; {REVIEW_HINT}"
+        """Only a person can tell what it is worth; the note says why, and what leads out."""
+        note = f"{quiet(why)}; {way_out(job)}"
         return self._change(
             job, "review", now_ms, detail=why, status=Status.REVIEW, note=note, next_poll_at=None
         )
@@ -2621,7 +2941,10 @@ class Ledger:
             after = current._replace(**cast("dict[str, Any]", changes), updated_at=now_ms)
             legal = after.status is current.status or (after.status in TRANSITIONS[current.status])
             if current.status is not job.status or not legal:
-                raise RowChanged(f"row '{job.row}' is {current.status}, not {job.status}")
+                raise RowChanged(
+                    f"row '{job.row}' is {current.status} by now, not {job.status}; nothing was"
+                    " changed"
+                )
             if current.cost_micros not in (None, after.cost_micros):
                 was, now = show_usd(current.cost_micros), show_usd(after.cost_micros)
                 detail = f"{detail or ''} (cost was ${was}, is ${now})".strip()
@@ -2968,6 +3291,17 @@ class Sume:
         """GET the result of a job that has ended (sume-api.md 1.3)."""
         return self._request(self._reader, "GET", f"/jobs/{job_id}/result", READ_DEADLINE_S)
 
+    def cancel(self, job_id: str) -> Reply | Failure:
+        """POST a wish that a job is not made (sume-api.md 1.3); asking again changes nothing."""
+        return self._request(
+            self._submitter,
+            "POST",
+            f"/jobs/{job_id}/cancel",
+            READ_DEADLINE_S,
+            headers={"Content-Type": "application/json"},
+            content=b"{}",
+        )
+
     def _request(
         self, client: Any, method: str, path: str, deadline_s: float, **parts: Any
     ) -> Reply | Failure:
@@ -3273,6 +3607,80 @@ def admit(ledger: Ledger, account: Account, adopt: bool, now_ms: int) -> None:
         ledger.record_account(account.origin, fingerprint)
 
 
+def vouch(ledger: Ledger, account: Account) -> None:
+    """Check that jobs of this ledger can be asked for under this account, and change nothing.
+
+    Raises AccountError.
+    """
+    origin, known = ledger.meta("origin"), ledger.meta("key_fingerprint")
+    if origin != account.origin:
+        raise AccountError(
+            f"{ledger.path}: its jobs are at {origin}, and SUME_API_BASE_URL names"
+            f" {account.origin}; nothing was changed"
+        )
+    if known != account.fingerprint(ledger.meta("salt") or ""):
+        raise AccountError(
+            f"{ledger.path}: was used with another API key; nothing was changed. If this key is"
+            " of the same account (a rotated key), say so once: sume-resume run --adopt-account"
+        )
+
+
+def look_up(api: Sume, kind: Kind, job_id: str) -> Reading:
+    """Read a job that a person names. Raises UsageError when Sume does not know it.
+
+    Raises AccountError when no answer says whether it does.
+    """
+    reading = reading_of(api.read(kind, job_id), job_id)
+    trouble = api.hide(reading.trouble)
+    if reading.said is Said.GONE:
+        raise UsageError(f"Sume does not know the {kind} job {job_id} ({trouble})")
+    if reading.said is not Said.STATUS:
+        raise AccountError(f"job {job_id} could not be read ({trouble}); nothing was changed")
+    return reading
+
+
+def cancel_job(ledger: Ledger, api: Sume, clock: Clock, job: Job) -> tuple[Job, str]:
+    """Ask Sume not to make a job, and record what it says and how the job ended, if it has.
+
+    Returns the attempt as it is now, and why Sume refused, if it did. A row that stays
+    open is read to its end by the next run. Raises AccountError, and RowChanged when a run
+    recorded something else meanwhile.
+    """
+    assert job.job_id is not None
+    refusal = api.hide(cancel_refusal(api.cancel(job.job_id)))
+    asked = ledger.record_cancel_asked(job, refusal, clock.wall_ms())
+    if refusal:
+        return asked, refusal
+    reading = reading_of(api.read(job.kind, job.job_id), job.job_id)
+    reading = cast(Reading, _hidden(reading, api.hide))
+    ended = reading.status in FINAL and reading.status is not Status.COMPLETED
+    if reading.said is not Said.STATUS or reading.status is None or not ended:
+        return asked, ""
+    note = f"Sume says: {reading.error}" if reading.error else None
+    return ledger.record_final(asked, reading.status, reading, note, clock.wall_ms()), ""
+
+
+def cancel_jobs(
+    ledger: Ledger, api: Sume, clock: Clock, jobs: Iterable[Job]
+) -> Iterator[tuple[Job, str]]:
+    """Ask Sume to cancel jobs, at the pace of the write budget.
+
+    Yields each attempt as it is afterwards, and why it was not cancelled, where it was not.
+    """
+    budget = Budget(WRITES_PER_MINUTE)
+    last = ledger.pace("writes")
+    if last is not None:
+        budget.seed(clock.awake_s(), (clock.wall_ms() - last) / 1000)
+    for job in jobs:
+        clock.sleep(max(0.0, budget.ready_s - clock.awake_s()))
+        budget.take(clock.awake_s())
+        ledger.record_pace("writes", clock.wall_ms())
+        try:
+            yield cancel_job(ledger, api, clock, job)
+        except RowChanged:
+            yield ledger.job(job.id), "it moved on in the meantime"
+
+
 class Ending(NamedTuple):
     """How a run ended: by a signal, a halt, a deadline, or with nothing left to do."""
 
@@ -3372,11 +3780,15 @@ class Engine:
         now_ms = self._clock.wall_ms()
         self._pacing.restore(self._ledger.pace, self._start_s, now_ms)
         self._totals = self._ledger.totals()
-        active = (Status.SENDING, *OPEN)
-        jobs = [job for status in active for job in self._ledger.with_status(status)]
+        jobs = self._active()
         for job in jobs:
             self._meet(job, self._start_s)
         self._listen(Started(self._totals, jobs, now_ms))
+
+    def _active(self) -> list[Job]:
+        """Return the attempts that Sume may be working on."""
+        active = (Status.SENDING, *OPEN)
+        return [job for status in active for job in self._ledger.with_status(status)]
 
     def _turn(self, answers: list[Answer]) -> None:
         """Record all that has arrived and claim what is due next, in one commit.
@@ -3394,7 +3806,7 @@ class Engine:
         answers.clear()
         self._holding = False
         self._hand_out(calls, now_ms)
-        self._reload(now_s)
+        self._reload(now_s, now_ms)
         self._emit(now_ms)
 
     def _overruns(self, now_s: float) -> list[Answer]:
@@ -3413,7 +3825,7 @@ class Engine:
         ending = self._signal is not None or self._deadline_passed()
         expecting = self._holding or self._submits_flying() > 0
         if not expecting and (ending or tries >= BUSY_TRIES):
-            raise exc
+            raise
         self._listen(Tick(self._clock.wall_ms(), "the ledger"))
         self._listen(Notice(str(exc)))
 
@@ -3580,6 +3992,8 @@ class Engine:
                 self._record_late(call, meaning.job_id, now_ms)
         except RowChanged as exc:
             self._tell(str(exc), call.job.row)
+            # What is shown and counted of it is out of date.
+            self._loaded_s = float("-inf")
             if isinstance(meaning, Outcome) and meaning.job_id is not None:
                 self._record_late(call, meaning.job_id, now_ms)
 
@@ -3797,11 +4211,15 @@ class Engine:
         waiting = self._pacing.waiting_for(self._clock.awake_s())
         self._listen(Tick(now_ms, waiting))
 
-    def _reload(self, now_s: float) -> None:
+    def _reload(self, now_s: float, now_ms: int) -> None:
         """Now and then, count again: other commands change rows beside a run."""
-        if now_s - self._loaded_s >= TOTALS_RELOAD_S:
-            self._loaded_s = now_s
-            self._totals.become(self._ledger.totals())
+        if now_s - self._loaded_s < TOTALS_RELOAD_S:
+            return
+        self._loaded_s = now_s
+        fresh = self._ledger.totals()
+        if fresh != self._totals:
+            self._totals.become(fresh)
+            self._untold.append(Recounted(self._totals, self._active(), now_ms))
 
     def _deadline_passed(self) -> bool:
         limit = self._settings.deadline_s
@@ -4025,10 +4443,10 @@ class RunView:
 
     def follow(self, event: Event) -> None:
         match event:
-            case Started():
-                self.totals, self.start_ms = event.totals, event.at_ms
+            case Started() | Recounted():
+                self.totals, self.now_ms = event.totals, event.at_ms
+                self.start_ms = self.start_ms or event.at_ms
                 self.open = {job.id: job for job in event.open_jobs}
-                self.now_ms = event.at_ms
             case Changed(after=after):
                 self.now_ms = event.at_ms
                 self.open.pop(after.id, None)
@@ -4076,6 +4494,11 @@ class LiveTable:
         self._console, self._view = console, RunView()
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
         self._drawn_s = 0.0
+
+    @property
+    def height(self) -> int:
+        """The lines of the window."""
+        return self._console.height
 
     def __enter__(self) -> LiveTable:
         self._live.start()
@@ -4159,7 +4582,8 @@ class PlainLog:
         parts = [f"{job.row}: {job.status}"]
         parts += [job.job_id] if job.job_id else []
         parts += [_money(job, 0)] if job.status in FINAL and _money(job, 0) else []
-        why = _trouble(job)
+        # A notice says why a row is in review.
+        why = "" if job.status is Status.REVIEW else _trouble(job)
         return "  ".join([*parts, *([f"({why})"] if why else [])])
 
     def _say(self, text: str) -> None:
@@ -4172,6 +4596,12 @@ class PlainLog:
 # What each recorded fact means to a person.
 EVENT_WORDS: Mapping[str, str] = {
     "added": "added to the ledger",
+    "replaced": "got other content, before it was bought",
+    "retried": "a person wants a new attempt",
+    "resent": "a person wants a new attempt, though this one may have been bought",
+    "dropped": "ended by a person",
+    "found": "a person named its job",
+    "cancel_asked": "Sume was asked to cancel it",
     "prepared": "key and body stored, about to be sent",
     "unclaimed": "not sent after all: the run was stopped",
     "returned": "did not arrive, or was turned away; queued again",
@@ -4186,8 +4616,18 @@ EVENT_WORDS: Mapping[str, str] = {
 }
 
 
-def job_card(job: Job, outputs: Sequence[Output], history: Sequence[Recorded]) -> Iterator[str]:
-    """Yield the lines that tell all about one attempt, its whole note and its history."""
+class Story(NamedTuple):
+    """All that the ledger knows of a row: its attempts, and what the named one brought."""
+
+    job: Job
+    outputs: Sequence[Output]
+    # Each attempt's history, the first attempt first.
+    attempts: Sequence[tuple[Job, Sequence[Recorded]]]
+
+
+def job_card(story: Story) -> Iterator[str]:
+    """Yield the lines that tell all about an attempt, and the history of all its row's."""
+    job = story.job
     facts = {
         "row": job.row,
         "status": job.status + (f" (Sume says: {job.sume_status})" if job.sume_status else ""),
@@ -4204,29 +4644,147 @@ def job_card(job: Job, outputs: Sequence[Output], history: Sequence[Recorded]) -
     for name, value in facts.items():
         if value:
             yield f"{name:8} {inert(value, 2000)}"
-    for output in outputs:
+    for output in story.outputs:
         yield f"{'result':8} {inert(output.url, 2000)}"
-    yield ""
-    for fact in history:
-        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fact.at / 1000))
-        detail = f": {fact.detail}" if fact.detail else ""
-        yield f"{at}  {EVENT_WORDS[fact.event]}{inert(detail, 2000)}"
+    for attempt, history in story.attempts:
+        yield ""
+        if len(story.attempts) > 1:
+            yield inert(_attempt_words(attempt), 2000)
+        for fact in history:
+            at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fact.at / 1000))
+            detail = f": {fact.detail}" if fact.detail else ""
+            yield f"{at}  {EVENT_WORDS[fact.event]}{inert(detail, 2000)}"
+
+
+def _attempt_words(job: Job) -> str:
+    parts = [f"attempt {job.attempt}: {job.status}", job.job_id, _money(job, 0)]
+    return "  ".join(part for part in parts if part)
+
+
+# What programs read of all this: `status --format` and the events of --json.
 
 
 def status_json(jobs: Iterable[tuple[Job, Sequence[Output]]], totals: Totals) -> dict[str, Any]:
     """Return what `status --format json` prints."""
     return {
-        "totals": {
-            "rows": totals.rows,
-            "by_status": {status: totals.by_status[status] for status in Status},
-            "cost_usd": spent_usd(totals),
-            "cost_unknown_rows": totals.cost_unknown_rows,
-        },
-        "jobs": [_job_json(job, outputs) for job, outputs in jobs],
+        "totals": totals_json(totals),
+        "jobs": [job_json(job, outputs) for job, outputs in jobs],
     }
 
 
-def _job_json(job: Job, outputs: Sequence[Output]) -> dict[str, Any]:
+def totals_json(totals: Totals) -> dict[str, Any]:
+    """Return the counts by status and what was spent; null where nobody has said it."""
+    return {
+        "rows": totals.rows,
+        "by_status": {status: totals.by_status[status] for status in Status},
+        "cost_usd": spent_usd(totals),
+        "cost_unknown_rows": totals.cost_unknown_rows,
+    }
+
+
+CSV_COLUMNS = (
+    "row", "key", "job_id", "kind", "model", "duration", "prompt", "status", "sume_status",
+    "cost_usd", "attempt", "note", "urls",
+)  # fmt: skip
+
+
+def csv_cells(job: Job, outputs: Sequence[Output]) -> list[str]:
+    """Return the cells of `status --format csv`: a line each, so that it can be searched."""
+    facts = job_json(job, outputs) | {"urls": " ".join(out.url for out in outputs)}
+    cells = [facts[name] for name in CSV_COLUMNS]
+    return ["" if cell is None else inert(cell, sys.maxsize) for cell in cells]
+
+
+def attempts_json(story: Story) -> list[dict[str, Any]]:
+    """Return all attempts of a row with their histories, the first one first."""
+    return [
+        job_facts(attempt)
+        | {
+            "key": attempt.key,
+            "history": [
+                {
+                    "at_ms": fact.at,
+                    "event": fact.event,
+                    "before": fact.before,
+                    "after": fact.after,
+                    "detail": fact.detail,
+                }
+                for fact in history
+            ],
+        }
+        for attempt, history in story.attempts
+    ]
+
+
+def job_facts(job: Job) -> dict[str, Any]:
+    """Return what an event says of an attempt."""
+    return {
+        "row": job.row,
+        "attempt": job.attempt,
+        "status": job.status,
+        "job_id": job.job_id,
+        "cost_usd": show_usd(job.cost_micros),
+        "note": job.note or job.trouble,
+    }
+
+
+class JsonLog:
+    """Tells a run's events to a program; `tell` takes a type and its facts."""
+
+    def __init__(self, tell: Callable[..., None]) -> None:
+        self._tell, self._totals = tell, Totals()
+        self._spoke_s = time.monotonic()
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Started():
+                self._totals = event.totals
+                self._say("started", at_ms=event.at_ms, totals=totals_json(event.totals))
+            case Recounted():
+                self._totals = event.totals
+            case Changed(before=before, after=after):
+                if job_facts(before) != job_facts(after):
+                    self._say("row", at_ms=event.at_ms, before=before.status, **job_facts(after))
+            case Notice():
+                self._say("notice", row=event.row, text=inert(event.text, 1000))
+            case Tick():
+                if time.monotonic() - self._spoke_s >= HEARTBEAT_S:
+                    totals, waiting = totals_json(self._totals), event.waiting
+                    self._say("progress", at_ms=event.at_ms, waiting=waiting, totals=totals)
+            case _:
+                assert_never(event)
+
+    def _say(self, type: str, **facts: object) -> None:
+        self._spoke_s = time.monotonic()
+        self._tell(type, **facts)
+
+
+# A plan names so many rows; --json names them all.
+PLAN_ROWS = 20
+
+
+def plan_lines(
+    send: Sequence[NewRow], replay: Sequence[Job], outside: Sequence[str]
+) -> Iterator[str]:
+    """Yield what a run would do: a line per model, then the first rows."""
+    yield f"would send {len(send)} row{'' if len(send) == 1 else 's'}; nothing was sent or written"
+    groups = Counter((row.model, row.kind) for row in send)
+    for (model, kind), number in groups.items():
+        mine = [row.duration_s for row in send if (row.model, row.kind) == (model, kind)]
+        seconds = f", {sum(n for n in mine if n)} s" if any(mine) else ""
+        yield f"  {inert(model)}  {number} {kind}{'' if number == 1 else 's'}{seconds}"
+    for row in send[:PLAN_ROWS]:
+        yield f"{row.row}: {inert(row.prompt, 60)}"
+    if len(send) > PLAN_ROWS:
+        yield f"… and {len(send) - PLAN_ROWS} more (--json names all)"
+    for job in replay[:PLAN_ROWS]:
+        yield f"{job.row}: would be sent again under its old key, which buys nothing twice"
+    if outside:
+        yield f"would not be sent, because they are not in the file: {len(outside)}"
+
+
+def job_json(job: Job, outputs: Sequence[Output]) -> dict[str, Any]:
+    """Return all that `status` prints of a row."""
     return {
         "row": job.row,
         "key": job.key,
@@ -4258,6 +4816,8 @@ STAND_IN_IMAGE_MICROS = 20_000
 STAND_IN_CAPACITY = 6
 STAND_IN_QUEUE_S = 1.0
 STAND_IN_HINT_S = 1
+# A longer clip is refused, so that a rejected row can be tried too.
+STAND_IN_MAX_SECONDS = 60
 
 STAND_IN_SCHEMA = (
     """
@@ -4279,15 +4839,28 @@ STAND_IN_SCHEMA = (
         at_ms INTEGER NOT NULL
     )
     """,
+    """
+    CREATE TABLE IF NOT EXISTS cancels (
+        job TEXT PRIMARY KEY,
+        at_ms INTEGER NOT NULL
+    )
+    """,
 )
 STAND_IN_FIND = "SELECT id, body_sha256 FROM jobs WHERE key = :key"
-STAND_IN_JOB = "SELECT kind, cost_micros, accepted_ms, ends_ms FROM jobs WHERE id = :id"
+STAND_IN_JOB = """
+    SELECT kind, cost_micros, accepted_ms, ends_ms, at_ms
+    FROM jobs
+    LEFT JOIN cancels ON job = id
+    WHERE id = :id
+"""
 STAND_IN_RUNNING = "SELECT count(*) FROM jobs WHERE ends_ms > :now"
 STAND_IN_ADD = """
     INSERT INTO jobs (id, key, kind, body_sha256, cost_micros, accepted_ms, ends_ms)
     VALUES (:id, :key, :kind, :sha256, :cost, :now, :ends)
 """
 STAND_IN_CHARGE = "INSERT INTO charges (job, cost_micros, at_ms) VALUES (:id, :cost, :now)"
+STAND_IN_CANCEL = "INSERT INTO cancels (job, at_ms) VALUES (:id, :now)"
+STAND_IN_END = "UPDATE jobs SET ends_ms = :now WHERE id = :id"
 
 
 class StandIn:
@@ -4325,10 +4898,12 @@ class StandIn:
         with self._lock:
             if method == "POST" and path in ("/v1/videos", "/v1/images"):
                 return self._submit("image" if path == "/v1/images" else "video", key, body, now)
-            match = re.fullmatch(r"/v1/(?:videos|jobs)/(job_\w+)(/status|/result)?", path)
+            match = re.fullmatch(r"/v1/(?:videos|jobs)/(job_\w+)(/status|/result|/cancel)?", path)
             line = match and self._db.execute(STAND_IN_JOB, {"id": match[1]}).fetchone()
             if not match or not line:
                 return 404, _stand_in_error("not_found", "no such job")
+            if method == "POST" and match[2] == "/cancel":
+                return self._cancel(match[1], line, now)
             return self._job(match[1], match[2] == "/result", line, now)
 
     def _submit(self, kind: Kind, key: str, body: bytes, now: int) -> tuple[int, dict[str, Any]]:
@@ -4339,6 +4914,9 @@ class StandIn:
             return 429, _stand_in_error("queue_full", f"{running} jobs are running")
         if there is not None and there[1] != sha256:
             return 409, _stand_in_error("idempotency_key_reused", "another body has this key")
+        if (json.loads(body).get("duration") or 0) > STAND_IN_MAX_SECONDS:
+            limit = f"duration: at most {STAND_IN_MAX_SECONDS} seconds"
+            return 422, _stand_in_error("invalid_request", limit)
         id = there[0] if there else f"job_{hashlib.sha256(key.encode()).hexdigest()[:12]}"
         if there is None:
             self._accept(id, kind, key, body, sha256, now)
@@ -4362,8 +4940,25 @@ class StandIn:
             self._db.execute(STAND_IN_ADD, facts | {"ends": now + takes_ms})
             self._db.execute(STAND_IN_CHARGE, {"id": id, "cost": cost, "now": now})
 
+    def _cancel(self, id: str, line: Any, now: int) -> tuple[int, dict[str, Any]]:
+        """Cancel a job that still waits, and give its price back; later ones are refused."""
+        _, cost, accepted, ends, cancelled = line
+        if cancelled is not None or now >= ends:
+            return 409, _stand_in_error("job_not_cancelable", "it has ended")
+        if now >= accepted + STAND_IN_QUEUE_S * 1000:
+            return 409, _stand_in_error("job_generation_already_started", "it is being made")
+        facts = {"id": id, "cost": -cost, "now": now}
+        with self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            for statement in (STAND_IN_CANCEL, STAND_IN_END, STAND_IN_CHARGE):
+                self._db.execute(statement, facts)
+        return 200, {"data": {"job_id": id, "status": "CANCELED", "canceled": True}}
+
     def _job(self, id: str, result: bool, line: Any, now: int) -> tuple[int, dict[str, Any]]:
-        kind, cost, accepted, ends = line
+        kind, cost, accepted, ends, cancelled = line
+        if cancelled is not None:
+            usage = {"captured_usd_micros": cost, "refunded_usd_micros": cost, "status": "refunded"}
+            return 200, {"id": id, "status": "cancelled", "usage": usage}
         if now < ends:
             if result:
                 return 409, _stand_in_error("job_not_completed", "it is still running")
@@ -4432,30 +5027,68 @@ def stand_in_state(ledger: Path) -> Path:
 # Commands, flags and the one boundary where errors become a line and an exit code.
 
 
+class Voice:
+    """How a command speaks: words on stderr and, with --json, a line per event on stdout."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+
+    def say(self, text: str) -> None:
+        _complain(text)
+
+    def tell(self, type: str, **facts: object) -> None:
+        """Write an event. A reader that left (| head) is no reason to stop."""
+        if not self.as_json:
+            return
+        try:
+            print(json.dumps({"type": type, **facts}), flush=True)
+        except OSError as exc:
+            self.as_json = False
+            if not isinstance(exc, BrokenPipeError):
+                _complain(f"no more events: stdout cannot be written: {exc.strerror}")
+
+    def end(self, code: Exit, **facts: object) -> NoReturn:
+        """Write the last event, and end the command with this code."""
+        self.tell("summary", exit_code=int(code), **facts)
+        raise typer.Exit(code)
+
+
 class ErrorBoundary(TyperGroup):
     """Turns our errors into one line on stderr and their exit code; no traceback leaves."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        # An error can come before the flag is parsed, and its last line must come too.
+        ctx.obj = Voice("--json" in args)
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except SumeResumeError as exc:
-            _complain(f"error: {exc}")
-            raise typer.Exit(exc.exit_code) from exc
-        except KeyboardInterrupt as exc:
-            _complain("interrupted")
-            raise typer.Exit(Exit.INTERRUPTED) from exc
+            _fail(ctx, str(exc), exc.exit_code)
+        except (KeyboardInterrupt, typer.Abort):
+            _fail(ctx, "interrupted", Exit.INTERRUPTED)
         except BrokenPipeError as exc:
             # The reader of a pipe has what it wanted (| head).
             raise typer.Exit(Exit.DONE) from exc
         except OSError as exc:
             where = f"{inert(exc.filename)}: " if exc.filename else ""
-            _complain(f"error: {where}{exc.strerror}; check the path and the free space")
-            raise typer.Exit(Exit.LEDGER) from exc
+            _fail(ctx, f"{where}{exc.strerror}; check the path and the free space", Exit.LEDGER)
         except Exception as exc:
-            if type(exc).__module__.partition(".")[0] in ("typer", "click"):
-                raise
-            _complain(_internal_error(exc))
-            raise typer.Exit(Exit.INTERNAL) from exc
+            if type(exc).__module__.partition(".")[0] not in ("typer", "click"):
+                _fail(ctx, _internal_error(exc), Exit.INTERNAL)
+            if ctx.obj and hasattr(exc, "format_message"):
+                ctx.obj.tell("error", text=exc.format_message())
+                ctx.obj.tell("summary", exit_code=int(Exit.USAGE))
+            raise
+
+
+def _fail(ctx: Any, text: str, code: Exit) -> NoReturn:
+    """End a command with an error: one line, and with --json two events."""
+    _complain(text if code is Exit.INTERRUPTED else f"error: {text}")
+    voice: Voice = ctx.obj or Voice(False)
+    voice.tell("error", text=text)
+    voice.end(code)
 
 
 def _complain(text: str) -> None:
@@ -4471,7 +5104,7 @@ def _internal_error(exc: Exception) -> str:
         last = last.tb_next
     place = f"{last.tb_frame.f_code.co_name}:{last.tb_lineno}" if last else "?"
     return (
-        f"error: a fault in sume-resume {__version__}: {type(exc).__name__} in {place}."
+        f"a fault in sume-resume {__version__}: {type(exc).__name__} in {place}."
         " The ledger is safe; run the same command again, and please report this line"
     )
 
@@ -4572,6 +5205,14 @@ NamespaceOption = Annotated[
 ]
 
 
+ReplaceOption = Annotated[
+    bool,
+    _option("--replace", help="A row that was not bought takes new content, where it differs."),
+]
+JsonOption = Annotated[bool, _option("--json", help="Events as JSON on stdout, a line each.")]
+YesOption = Annotated[bool, _option("--yes", help="Do not ask; needed where nobody can answer.")]
+
+
 def _ledger_path(db: str | None, simulate: bool = False) -> Path:
     if db and re.match(r"postgres(ql)?://", db):
         raise UsageError("--db: Postgres is not in this version yet; name a file")
@@ -4636,10 +5277,12 @@ def add_rows(
     defaults: Defaults,
     namespace: str | None,
     at_ms: int | None = None,
+    replace: bool = False,
 ) -> Added:
     """Add an input to a ledger, which is made if there is none. All its rows, or none.
 
-    `at_ms` is the time to record, now if not given.
+    `at_ms` is the time to record, now if not given; `replace` lets rows that were not
+    bought take new content.
 
     Raises InputError or UsageError with nothing changed, LedgerError when the ledger
     cannot be used.
@@ -4649,7 +5292,8 @@ def add_rows(
         stream.seek(0)
         log = InputLog()
         rows = read_rows(stream, name, defaults, log)
-        added = ledger.record_added(rows, log, Clock().wall_ms() if at_ms is None else at_ms)
+        now_ms = Clock().wall_ms() if at_ms is None else at_ms
+        added = ledger.record_added(rows, log, now_ms, replace)
         if not added.rows:
             raise InputError([f"{inert(name, 200)}: has no rows"])
         return added
@@ -4658,23 +5302,34 @@ def add_rows(
         with contextlib.suppress(FileExistsError):
             return create_ledger(path, namespace or os.urandom(8).hex(), fill)
     with open_ledger(path) as ledger:
-        made_with = ledger.meta("namespace")
-        if namespace not in (None, made_with):
-            raise UsageError(
-                f"--namespace: {path} was made with '{made_with}', and its keys keep it;"
-                " leave the flag out, or name another --db"
-            )
+        _keep_namespace(ledger, namespace)
         return fill(ledger)
 
 
-def _say_added(added: Added, path: Path) -> None:
-    there = ""
+def _keep_namespace(ledger: Ledger, namespace: str | None) -> None:
+    made_with = ledger.meta("namespace")
+    if namespace not in (None, made_with):
+        raise UsageError(
+            f"--namespace: {ledger.path} was made with '{made_with}', and its keys keep it;"
+            " leave the flag out, or name another --db"
+        )
+
+
+def _say_added(voice: Voice, added: Added, path: Path) -> None:
+    text = f"{path}: {_rows(added.new)} added"
+    if added.replaced:
+        text += f", {added.replaced} replaced"
     if added.existing:
-        there = (
+        text += (
             f"; {added.existing} were there already and are not bought again"
             " (a new id, or --take for rows without one, buys another)"
         )
-    _complain(f"{path}: {added.new} row{'' if added.new == 1 else 's'} added{there}")
+    voice.say(text)
+    voice.tell("added", new=added.new, existing=added.existing, replaced=added.replaced)
+
+
+def _rows(count: int) -> str:
+    return f"{count} row{'' if count == 1 else 's'}"
 
 
 @app.command(epilog="\b\n" + EXIT_CODES)
@@ -4691,7 +5346,9 @@ def add(
     kind: KindOption = None,
     set: SetOption = None,
     take: TakeOption = 1,
+    replace: ReplaceOption = False,
     namespace: NamespaceOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Add rows to the ledger and send nothing. Needs no network and no API key.
 
@@ -4703,6 +5360,7 @@ def add(
     if (file is None) == (prompt is None) or (id is not None and prompt is None):
         raise UsageError("name a FILE, or give --prompt (and --id) for one row")
     _check_namespace(namespace)
+    voice = Voice(as_json)
     with contextlib.ExitStack() as stack:
         if not path.exists():
             stack.enter_context(RunLock(path))
@@ -4711,7 +5369,11 @@ def add(
         else:
             row = {"prompt": prompt} | ({"id": id} if id is not None else {})
             stream = io.BytesIO(json.dumps(row).encode())
-        _say_added(add_rows(path, stream, file or "--prompt", defaults, namespace), path)
+        name = file or "--prompt"
+        _say_added(voice, add_rows(path, stream, name, defaults, namespace, None, replace), path)
+    if as_json:
+        with open_ledger(path) as ledger:
+            voice.end(Exit.DONE, totals=totals_json(ledger.totals()))
 
 
 @app.command(epilog="\b\n" + EXIT_CODES)
@@ -4728,6 +5390,7 @@ def run(
     kind: KindOption = None,
     set: SetOption = None,
     take: TakeOption = 1,
+    replace: ReplaceOption = False,
     namespace: NamespaceOption = None,
     limit: Annotated[
         int | None, _option("--limit", metavar="N", min=0, help="Send at most N new rows.")
@@ -4759,12 +5422,16 @@ def run(
         float | None,
         _option("--key-ttl", help="How long Sume surely knows a key (default 24h).", **_TIME),
     ] = None,
+    dry_run: Annotated[
+        bool, _option("--dry-run", help="Show what would be sent; send and write nothing.")
+    ] = False,
     adopt_account: Annotated[
         bool, _option("--adopt-account", help="This other API key is of the same account.")
     ] = False,
     simulate: Annotated[
         bool, _option("--simulate", help="Run against a stand-in on this machine; buys nothing.")
     ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Add FILE's rows, send what is queued, and poll until every row is final.
 
@@ -4776,12 +5443,18 @@ def run(
     if key_ttl is not None and key_ttl < 2 * POST_DEADLINE_S:
         least = show_time(2 * POST_DEADLINE_S)
         raise UsageError(f"--key-ttl: must be at least {least}; a submit may take half of that")
-    given = defaults.fields or kind or take > 1 or namespace
+    given = defaults.fields or kind or take > 1 or namespace or replace
     if file is None and given:
         raise UsageError("flags about input (--model, --set, ...) need a FILE")
     if file is None and not path.exists():
         raise UsageError(f"no ledger {path} and no FILE; name a file of rows: sume-resume run FILE")
     _check_namespace(namespace)
+    voice = Voice(as_json)
+    if dry_run:
+        with contextlib.ExitStack() as stack:
+            stream = _open_input(file, stack) if file is not None else None
+            plan = plan_of(path, stream, file or "", defaults, namespace, replace)
+        _show_plan(plan, limit, voice)
     clock = Clock()
     account = None if simulate else account_from(os.environ)
     make_api = client_factory(account, clock) if account else None
@@ -4804,17 +5477,72 @@ def run(
                 there.quick_check()
         if file is not None:
             stream = _open_input(file, stack)
-            added = add_rows(path, stream, file, defaults, namespace)
+            added = add_rows(path, stream, file, defaults, namespace, None, replace)
             scope = added.rows
-            _say_added(added, path)
+            _say_added(voice, added, path)
         ledger = stack.enter_context(open_ledger(path))
         if account is None or make_api is None:
             account = stack.enter_context(StandIn(stand_in_state(path)))
             make_api = client_factory(account, clock)
         admit(ledger, account, adopt_account, clock.wall_ms())
         workers = Workers(make_api, clock, settings.concurrency)
-        code = run_ledger(ledger, workers, clock, settings, scope, file)
-    raise typer.Exit(code)
+        code, facts = run_ledger(ledger, workers, clock, settings, scope, file, voice)
+    voice.end(code, **facts)
+
+
+class Plan(NamedTuple):
+    """What a run would do: rows that it would send, and sends that it would repeat."""
+
+    send: Sequence[NewRow]
+    replay: Sequence[Job]
+    # Queued rows that are not in the file, and so would not be sent.
+    outside: Sequence[str]
+
+
+def plan_of(
+    path: Path,
+    stream: BinaryIO | None,
+    name: str,
+    defaults: Defaults,
+    namespace: str | None,
+    replace: bool,
+) -> Plan:
+    """Return what `run` would send of an input and a ledger, and write nothing.
+
+    Raises InputError, UsageError and LedgerError as the run would.
+    """
+    log = InputLog()
+    rows = list(read_rows(stream, name, defaults, log)) if stream is not None else []
+    if stream is not None and not rows:
+        log.check()
+        raise InputError([f"{inert(name, 200)}: has no rows"])
+    if not path.exists():
+        log.check()
+        return Plan(rows, [], [])
+    with open_ledger(path) as ledger:
+        _keep_namespace(ledger, namespace)
+        changed = {row.row: row for row in ledger.preview(rows, log, replace)}
+        log.check()
+        scope = {row.row for row in rows} if stream is not None else None
+        queued = [job for job in ledger.with_status(Status.QUEUED) if job.row not in changed]
+        mine = [new_row_of(job) for job in queued if scope is None or job.row in scope]
+        outside = [job.row for job in queued if scope is not None and job.row not in scope]
+        return Plan([*mine, *changed.values()], ledger.with_status(Status.SENDING), outside)
+
+
+def _show_plan(plan: Plan, limit: int | None, voice: Voice) -> NoReturn:
+    """Print a plan, as a table by model and a list of rows, or as events; and end."""
+    send = plan.send[:limit]
+    for row in send:
+        facts = {"kind": row.kind, "model": row.model, "duration": row.duration_s}
+        voice.tell("would_send", row=row.row, prompt=row.prompt, **facts)
+    for job in plan.replay:
+        voice.tell("would_replay", **job_facts(job))
+    if not voice.as_json:
+        for line in plan_lines(send, plan.replay, plan.outside):
+            print(line)
+    held = {"beyond_limit": len(plan.send) - len(send), "not_in_file": len(plan.outside)}
+    voice.end(Exit.DONE, would_send=len(send), would_replay=len(plan.replay), **held)
 
 
 def run_ledger(
@@ -4824,9 +5552,20 @@ def run_ledger(
     settings: Settings,
     scope: set[str] | None,
     file: str | None,
-) -> Exit:
-    """Run a ledger to its end, with a display and signal handling; return the exit code."""
-    with _display() as listen:
+    voice: Voice,
+) -> tuple[Exit, dict[str, Any]]:
+    """Run a ledger to its end, with a display and signal handling.
+
+    Returns the exit code, and the facts of the last event.
+    """
+    with _display(voice) as show:
+        events = JsonLog(voice.tell)
+
+        def listen(event: Event) -> None:
+            show(event)
+            if voice.as_json:
+                events(event)
+
         engine = Engine(ledger, workers, clock, settings, scope=scope, listen=listen)
         with _signals(engine):
             try:
@@ -4836,8 +5575,11 @@ def run_ledger(
     return _summarize(ledger, ending, scope, file)
 
 
-def _display() -> LiveTable | PlainLog:
+def _display(voice: Voice) -> contextlib.AbstractContextManager[Callable[[Event], None]]:
+    """Return what shows a run: a live table, a log, or nothing beside events on a terminal."""
     # FORCE_COLOR makes rich take a log for a terminal; only a real one can be redrawn.
+    if sys.stderr.isatty() and voice.as_json and sys.stdout.isatty():
+        return contextlib.nullcontext(lambda event: None)
     if sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
         return LiveTable(make_console(stderr=True))
     return PlainLog(_complain)
@@ -4874,9 +5616,15 @@ def _signals(engine: Engine) -> Iterator[None]:
 SUMMARY_ROWS = 10
 
 
-def _summarize(ledger: Ledger, ending: Ending, scope: set[str] | None, file: str | None) -> Exit:
-    """Say how the run ended, what still runs at Sume and what helps; return the exit code."""
-    _complain(totals_text(ledger.totals()))
+def _summarize(
+    ledger: Ledger, ending: Ending, scope: set[str] | None, file: str | None
+) -> tuple[Exit, dict[str, Any]]:
+    """Say how the run ended, what still runs at Sume and what helps.
+
+    Returns the exit code, and the facts of the last event.
+    """
+    totals = ledger.totals()
+    _complain(totals_text(totals))
     if ending.hits:
         _complain(f"{ending.hits} known to Sume already by their keys; not bought again")
     mine: Counter[Status] = Counter()
@@ -4899,13 +5647,26 @@ def _summarize(ledger: Ledger, ending: Ending, scope: set[str] | None, file: str
         if named.get(status):
             _complain(f"{status}: {', '.join(named[status])}")
     if mine[Status.REVIEW]:
-        _complain("sume-resume status ROW tells why a row needs review")
+        _complain("sume-resume status ROW tells why a row needs review, and what settles it")
     if outside:
         _complain(
             f"not sent, because they are not in {file}: {', '.join(named[Status.QUEUED])}"
             " (run without a file sends them)"
         )
-    return _verdict(ending, mine, named.get(Status.PENDING, []))
+    unfinished = sum(n for status, n in mine.items() if status not in FINAL | {Status.REVIEW})
+    why = _why_unfinished(ending) if unfinished else ending.halt
+    if unfinished:
+        _complain(f"unfinished rows: {unfinished} ({why})")
+        if named.get(Status.PENDING):
+            _complain(f"still running at Sume, and paid for: {', '.join(named[Status.PENDING])}")
+        _complain("run the same command again to finish; nothing is bought twice")
+    return _verdict(ending, mine), {
+        "why": why,
+        "by_status": {status: mine[status] for status in Status},
+        "not_in_file": outside,
+        "known_to_sume": ending.hits,
+        "totals": totals_json(totals),
+    }
 
 
 def _name(named: dict[Status, list[str]], status: Status, text: str) -> None:
@@ -4916,43 +5677,49 @@ def _name(named: dict[Status, list[str]], status: Status, text: str) -> None:
         names.append("… (sume-resume status shows all)")
 
 
-def _verdict(ending: Ending, mine: Counter[Status], running: Sequence[str]) -> Exit:
-    unfinished = sum(n for status, n in mine.items() if status not in FINAL | {Status.REVIEW})
-    if unfinished:
-        why = "the deadline was reached" if ending.deadline else "--limit or --job-deadline"
-        if ending.signal is not None:
-            why = f"stopped by {signal.Signals(ending.signal).name}"
-        elif ending.halt is not None:
-            why = ending.halt
-        _complain(f"unfinished rows: {unfinished} ({why})")
-        if running:
-            _complain(f"still running at Sume, and paid for: {', '.join(running)}")
-        _complain("run the same command again to finish; nothing is bought twice")
+def _why_unfinished(ending: Ending) -> str:
+    if ending.signal is not None:
+        return f"stopped by {signal.Signals(ending.signal).name}"
+    if ending.halt is not None:
+        return ending.halt
+    return "the deadline was reached" if ending.deadline else "--limit or --job-deadline"
+
+
+def _verdict(ending: Ending, mine: Counter[Status]) -> Exit:
+    """Return the exit code, by the precedence of the codes."""
     if ending.signal is not None:
         return Exit(128 + ending.signal)
     if ending.halt is not None:
         return Exit.ACCOUNT
     if mine[Status.REVIEW]:
         return Exit.REVIEW
-    if unfinished:
+    if any(n for status, n in mine.items() if status not in FINAL):
         return Exit.UNFINISHED
     return Exit.DONE if mine.total() == mine[Status.COMPLETED] else Exit.NOT_ALL_COMPLETED
 
 
-_ROW_HELP = "Rows to tell all about: a row id, a unique prefix of one, or a job id."
+_ROW_HELP = "A row id, a unique prefix of one, or a job id."
 # A table longer than this is no help to a reader, and slow to lay out.
 STATUS_TABLE_ROWS = 1000
+FORMATS = ("table", "json", "jsonl", "csv")
 
 
 @app.command(epilog="\b\n" + EXIT_CODES)
 def status(
     rows: Annotated[
-        list[str] | None, typer.Argument(metavar="[ROW]...", help=_ROW_HELP, show_default=False)
+        list[str] | None,
+        typer.Argument(
+            metavar="[ROW]...", help=f"Rows to tell all about. {_ROW_HELP}", show_default=False
+        ),
     ] = None,
     db: DbOption = None,
     format: Annotated[
-        str, _option("--format", metavar="table|json", help="Default: table.")
-    ] = "table",
+        str | None, _option("--format", metavar="|".join(FORMATS), help="Default: table.")
+    ] = None,
+    watch: Annotated[
+        bool, _option("--watch", help="Follow the ledger until every row is final, or Ctrl-C.")
+    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show rows and totals from the ledger, or one row with its history.
 
@@ -4960,18 +5727,59 @@ def status(
 
     Example: sume-resume status --format json | jq '.totals'
     """
-    if format not in ("table", "json"):
-        raise UsageError(f"--format: expected table or json, got '{inert(format, 40)}'")
+    if format not in (None, *FORMATS):
+        raise UsageError(f"--format: expected {', '.join(FORMATS)}, got '{inert(format, 40)}'")
+    if as_json and format is not None:
+        raise UsageError("--json writes events and --format another shape; leave one of them out")
+    if watch and (rows or as_json or format not in (None, "table")):
+        raise UsageError("--watch shows the table of all rows; leave ROW, --format and --json out")
+    voice = Voice(as_json)
     with open_ledger(_ledger_path(db)) as ledger:
         named = [ledger.find(row) for row in rows or []]
-        if format == "json":
+        totals = ledger.totals()
+        if watch:
+            _watch(ledger)
+        elif as_json:
+            _tell_jobs(ledger, named, voice)
+        elif format in ("json", "jsonl", "csv"):
             pairs = ((job, ledger.outputs(job)) for job in named or ledger.latest())
-            print(json.dumps(status_json(pairs, ledger.totals()), indent=2))
+            _print_jobs(format, pairs, totals)
         elif named:
-            cards = [job_card(job, ledger.outputs(job), ledger.history(job)) for job in named]
+            cards = [job_card(_story(ledger, job)) for job in named]
             print("\n\n".join("\n".join(card) for card in cards))
         else:
-            _print_table(ledger.latest(), ledger.totals())
+            _print_table(ledger.latest(), totals)
+    voice.end(Exit.DONE, totals=totals_json(totals))
+
+
+def _story(ledger: Ledger, job: Job) -> Story:
+    attempts = [(one, ledger.history(one)) for one in ledger.attempts(job.row)]
+    return Story(job, ledger.outputs(job), attempts)
+
+
+def _tell_jobs(ledger: Ledger, named: Sequence[Job], voice: Voice) -> None:
+    """Write an event for each row; those that were named come with their history."""
+    for job in named:
+        story = _story(ledger, job)
+        voice.tell("job", **job_json(job, story.outputs), attempts=attempts_json(story))
+    for job in () if named else ledger.latest():
+        voice.tell("job", **job_json(job, ledger.outputs(job)))
+
+
+def _print_jobs(format: str, pairs: Iterable[tuple[Job, Sequence[Output]]], totals: Totals) -> None:
+    match format:
+        case "json":
+            print(json.dumps(status_json(pairs, totals), indent=2))
+        case "jsonl":
+            for job, outputs in pairs:
+                print(json.dumps(job_json(job, outputs)))
+        case _:
+            import csv
+
+            writer = csv.writer(sys.stdout, lineterminator="\n")
+            writer.writerow(CSV_COLUMNS)
+            for job, outputs in pairs:
+                writer.writerow(csv_cells(job, outputs))
 
 
 def _print_table(jobs: Iterable[Job], totals: Totals) -> None:
@@ -4987,6 +5795,277 @@ def _print_table(jobs: Iterable[Job], totals: Totals) -> None:
     for line in plain_table(shown, now_ms):
         print(line)
     print(*([rest] if more else []), "", totals_text(totals), sep="\n")
+
+
+def _watch(ledger: Ledger) -> None:
+    """Show what the ledger holds whenever it has changed, until every row is final."""
+    clock, said = Clock(), ""
+    # Another process may write for long: there is time.
+    ledger.on_busy = lambda exc, tries: None
+    screen = LiveTable(make_console()) if sys.stdout.isatty() else None
+    with screen or contextlib.nullcontext():
+        while True:
+            totals = ledger.totals()
+            if screen is not None:
+                jobs = _first_rows(ledger, screen.height)
+                screen(Recounted(totals, jobs, clock.wall_ms()))
+            elif totals_text(totals) != said:
+                said = totals_text(totals)
+                print(said, flush=True)
+            if totals.final == totals.rows:
+                return
+            clock.sleep(TICK_S)
+
+
+def _first_rows(ledger: Ledger, count: int) -> list[Job]:
+    """Return so many rows, in the order in which a person wants to see them."""
+    found: list[Job] = []
+    for status in STYLES:
+        found += ledger.with_status(status, limit=count - len(found))
+        if len(found) >= count:
+            break
+    return found
+
+
+def _named(ledger: Ledger, rows: Sequence[str]) -> list[Job]:
+    """Return the latest attempts of the rows that a person names, each once."""
+    found = {}
+    for name in rows:
+        job = ledger.find(name)
+        found[job.row] = job if job.latest else cast(Job, ledger.job_of_row(job.row))
+    return list(found.values())
+
+
+def _check_all(jobs: Sequence[Job], refusal: Callable[[Job], str | None]) -> None:
+    """Raise InputError, which names every row that cannot be treated so; nothing was changed."""
+    said = [(job.row, refusal(job)) for job in jobs]
+    problems = [f"row '{row}' {why}" for row, why in said if why]
+    if problems:
+        problems = [*problems[:MAX_INPUT_ERRORS], "nothing was changed"]
+        raise InputError(problems, len([why for _, why in said if why]) + 1)
+
+
+def _confirm(question: str, yes: bool) -> None:
+    """Ask on a terminal, and want --yes elsewhere. Raises UsageError without a yes."""
+    if yes:
+        return
+    if not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
+        why = "there is no terminal to ask on; add --yes to mean it. Nothing was changed"
+        raise UsageError(f"{inert(question, 1000)} {why}")
+    if not typer.confirm(inert(question, 1000), err=True):
+        raise UsageError("nothing was changed")
+
+
+def _list(jobs: Sequence[Job]) -> str:
+    """Name rows for a question: the first ones, then how many more there are."""
+    names = [f"'{job.row}'" for job in jobs[:SUMMARY_ROWS]]
+    more = len(jobs) - len(names)
+    return ", ".join(names) + (f" and {more} more" if more else "")
+
+
+def _tell_rows(voice: Voice, jobs: Iterable[Job], words: str) -> None:
+    for job in jobs:
+        voice.say(f"row '{job.row}': {words.format(job=job)}")
+        voice.tell("row", **job_facts(job))
+
+
+RowsArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="[ROW]...", help=_ROW_HELP, show_default=False)
+]
+
+
+@app.command(epilog="\b\n" + EXIT_CODES)
+def retry(
+    rows: RowsArgument = None,
+    failed: Annotated[
+        bool, _option("--failed", help="All rows that ended as failed or expired.")
+    ] = False,
+    yes: YesOption = False,
+    db: DbOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Buy rows again, on purpose: a new attempt with a new key, which the next run sends.
+
+    Refused while it is not known how the last attempt ended.
+
+    Example: sume-resume retry --failed
+    """
+    if bool(rows) == failed:
+        raise UsageError("name the rows to buy again, or give --failed")
+    voice = Voice(as_json)
+    with open_ledger(_ledger_path(db)) as ledger:
+        ended = (Status.FAILED, Status.EXPIRED)
+        jobs = _named(ledger, rows or [])
+        jobs += [job for status in ended if failed for job in ledger.with_status(status)]
+        _check_all(jobs, lambda job: retry_refusal(job, bool(ledger.outputs(job))))
+        if jobs:
+            _confirm(f"Buy again, as new paid attempts: {_list(jobs)}?", yes)
+        now_ms = Clock().wall_ms()
+        with ledger.transaction():
+            again = [ledger.record_retried(job, now_ms) for job in jobs]
+        _tell_rows(voice, again, "attempt {job.attempt} is queued")
+        voice.say("sume-resume run sends what is queued" if again else "no row has failed")
+        voice.end(Exit.DONE, totals=totals_json(ledger.totals()))
+
+
+@app.command(epilog="\b\n" + EXIT_CODES)
+def cancel(
+    rows: RowsArgument = None,
+    all: Annotated[bool, _option("--all", help="All rows that are queued or at Sume.")] = False,
+    yes: YesOption = False,
+    db: DbOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Drop queued rows, and ask Sume not to make the jobs of the others.
+
+    Sume refuses once it has begun with a job: that renders on, and is paid for. A row that
+    may have been sent is refused; run settles it first.
+
+    Example: sume-resume cancel harbour market
+    """
+    if bool(rows) == all:
+        raise UsageError("name the rows to cancel, or give --all")
+    voice = Voice(as_json)
+    with contextlib.ExitStack() as stack:
+        ledger = stack.enter_context(open_ledger(_ledger_path(db)))
+        can = (Status.QUEUED, *OPEN)
+        jobs = _named(ledger, rows or [])
+        jobs += [job for status in can if all for job in ledger.with_status(status)]
+        _check_all(jobs, cancel_row_refusal)
+        queued = [job for job in jobs if job.status is Status.QUEUED]
+        asked = [job for job in jobs if job.status in OPEN]
+        api = stack.enter_context(_client_for(ledger)) if asked else None
+        parts = [f"drop {_list(queued)}"] if queued else []
+        parts += [f"ask Sume to cancel {_list(asked)}"] if asked else []
+        if parts:
+            _confirm(f"{' and '.join(parts).capitalize()}?", yes)
+        now_ms, why = Clock().wall_ms(), "dropped by a person before it was bought"
+        with ledger.transaction():
+            dropped = [ledger.record_dropped(job, why, now_ms) for job in queued]
+        _tell_rows(voice, dropped, "dropped; it was not bought")
+        refused = _ask_to_cancel(ledger, api, asked, voice) if api else 0
+        totals = ledger.totals()
+        for word in (Status.SENDING, Status.REVIEW):
+            if all and totals.by_status[word]:
+                voice.say(f"left as they are: {_rows(totals.by_status[word])} {word}")
+        if not jobs:
+            voice.say("no row is queued or at Sume")
+        code = Exit.NOT_ALL_COMPLETED if refused else Exit.DONE
+        voice.end(code, refused=refused, totals=totals_json(totals))
+
+
+def _ask_to_cancel(ledger: Ledger, api: Sume, jobs: Sequence[Job], voice: Voice) -> int:
+    """Ask Sume to cancel jobs, one after the other; return how many it refused."""
+    refused = 0
+    for job, refusal in cancel_jobs(ledger, api, Clock(), jobs):
+        if refusal:
+            refused += 1
+            words = f"not cancelled ({inert(refusal)}); it goes on, and is paid for"
+        elif job.status in FINAL:
+            words = f"{job.status}"
+        else:
+            words = "Sume was asked to cancel it; sume-resume run reads how it ends"
+        voice.say(f"row '{job.row}': {words}")
+        voice.tell("row", **job_facts(job), refusal=refusal or None)
+    return refused
+
+
+@contextlib.contextmanager
+def _client_for(ledger: Ledger) -> Iterator[Sume]:
+    """Give a client of the account that a ledger belongs to: a simulated one's is the stand-in.
+
+    Raises UsageError and AccountError, with nothing changed.
+    """
+    clock = Clock()
+    with contextlib.ExitStack() as stack:
+        if ledger.meta("origin") == STAND_IN:
+            account = stack.enter_context(StandIn(stand_in_state(ledger.path)))
+        else:
+            account = account_from(os.environ)
+        vouch(ledger, account)
+        api = client_factory(account, clock)()
+        stack.callback(api.close)
+        yield api
+
+
+@app.command(epilog="\b\n" + EXIT_CODES)
+def resolve(
+    rows: RowsArgument = None,
+    job_id: Annotated[
+        str | None,
+        _option("--job-id", metavar="ID", help="Its job at Sume is this one; it is read first."),
+    ] = None,
+    resend: Annotated[
+        bool, _option("--resend", help="Buy it again; this may pay twice for one row.")
+    ] = False,
+    drop: Annotated[
+        bool, _option("--drop", help="Give it up; what it may have cost stays unknown.")
+    ] = False,
+    yes: YesOption = False,
+    db: DbOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Settle rows in review, as their notes ask for (sume-resume status ROW).
+
+    Example: sume-resume resolve harbour --job-id job_54577a8cfdbd
+    """
+    ways = [job_id is not None, resend, drop]
+    if not rows or sum(ways) != 1:
+        raise UsageError("name the rows to settle, and one of --job-id ID, --resend and --drop")
+    if job_id is not None and (len(rows) > 1 or not re.fullmatch(_JOB_ID, job_id)):
+        raise UsageError("--job-id: expected the id of one job, for one row")
+    voice = Voice(as_json)
+    with open_ledger(_ledger_path(db)) as ledger:
+        jobs = _named(ledger, rows)
+        _check_all(jobs, lambda job: resolve_refusal(job, resend))
+        if job_id is not None:
+            _resolve_as(ledger, jobs[0], job_id, yes, voice)
+        elif resend:
+            doubt = "It may have been bought already, so this may pay twice."
+            _confirm(f"Buy again: {_list(jobs)}? {doubt}", yes)
+            voice.say(f"{_list(jobs)}: bought again. {doubt}")
+            with ledger.transaction():
+                again = [ledger.record_resent(job, Clock().wall_ms()) for job in jobs]
+            _tell_rows(voice, again, "attempt {job.attempt} is queued; sume-resume run sends it")
+        else:
+            lost = "If Sume has a job for it, that was paid for, and is not named here."
+            _confirm(f"Give up: {_list(jobs)}? {lost}", yes)
+            why = "given up by a person; it may have been bought"
+            with ledger.transaction():
+                dropped = [ledger.record_dropped(job, why, Clock().wall_ms()) for job in jobs]
+            _tell_rows(voice, dropped, "given up; what it may have cost stays unknown")
+        voice.end(Exit.DONE, totals=totals_json(ledger.totals()))
+
+
+def _resolve_as(ledger: Ledger, job: Job, job_id: str, yes: bool, voice: Voice) -> None:
+    """Give a row the job that a person names, once Sume says that it knows it."""
+    with _client_for(ledger) as api:
+        reading = look_up(api, job.kind, job_id)
+    _confirm(f"Row '{job.row}' is job {job_id}, which Sume calls {reading.word}?", yes)
+    found = ledger.record_found(job, job_id, Clock().wall_ms())
+    _tell_rows(voice, [found], "is job {job.job_id}; sume-resume run reads it to its end")
+
+
+@app.command(epilog="\b\n" + EXIT_CODES)
+def backup(
+    file: Annotated[str, typer.Argument(help="The copy to make.", show_default=False)],
+    db: DbOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Copy the ledger to FILE in one go, also while a run is going on.
+
+    The copy is a ledger like any other. A file that is there is never replaced.
+
+    Example: sume-resume backup jobs-2026-11-29.db
+    """
+    path = _ledger_path(db)
+    with open_ledger(path) as ledger:
+        ledger.copy_to(Path(file))
+        totals = ledger.totals()
+    voice = Voice(as_json)
+    voice.say(f"{file}: a copy of {path}, {_rows(totals.rows)}")
+    voice.tell("backup", file=file, rows=totals.rows)
+    voice.end(Exit.DONE, totals=totals_json(totals))
 
 
 # --- end ---------------------------------------------------------------------

@@ -75,10 +75,12 @@ class FakeSume:
         self.submits: deque[Act] = deque()
         self.reads: deque[Act] = deque()
         self.results: deque[Act] = deque()
+        self.cancels: deque[Act] = deque()
         self.requests: list[Request] = []
         self.jobs: dict[str, FakeJob] = {}
         self.by_key: dict[str, FakeJob] = {}
         self.charges: list[FakeJob] = []
+        self.cancelled: set[str] = set()
         # A job is done at this many reads.
         self.reads_to_finish = 1
         self.final: Callable[[FakeJob], dict[str, Any]] = finished
@@ -95,7 +97,9 @@ class FakeSume:
 
     @property
     def posts(self) -> list[Request]:
-        return [r for r in self.requests if r.method == "POST"]
+        """The submits; a wish to cancel is no purchase."""
+        posts = [r for r in self.requests if r.method == "POST"]
+        return [r for r in posts if not r.path.endswith("/cancel")]
 
     @property
     def gets(self) -> list[Request]:
@@ -131,6 +135,9 @@ class FakeSume:
         job = self.jobs.get(parts[3]) if len(parts) > 3 else None
         if job is None:
             return Reply(404, error("not_found", "no such job"))
+        if job.id in self.cancelled:
+            usage = {"captured_usd_micros": 100_000, "refunded_usd_micros": 100_000}
+            return Reply(200, {"id": job.id, "status": "cancelled", "usage": usage})
         if request.path.endswith("/result"):
             return Reply(200, {"data": self.final(job)})
         job.reads += 1
@@ -138,11 +145,20 @@ class FakeSume:
             return Reply(200, {"id": job.id, "status": "in_progress"})
         return Reply(200, self.final(job))
 
+    def cancel(self, request: Request) -> Reply:
+        job = self.jobs.get(request.path.split("/")[3])
+        if job is None:
+            return Reply(404, error("not_found", "no such job"))
+        self.cancelled.add(job.id)
+        return Reply(200, {"data": {"job_id": job.id, "status": "CANCELED", "canceled": True}})
+
     def answer(self, request: Request) -> Reply:
         self.watch(request)
         with self.lock:
             self.requests.append(request)
-            if request.method == "POST":
+            if request.path.endswith("/cancel"):
+                script, standing, usual = self.cancels, None, self.cancel
+            elif request.method == "POST":
                 script, standing, usual = self.submits, self.on_submit, self.accept
             elif request.path.endswith("/result"):
                 script, standing, usual = self.results, None, self.read

@@ -2,194 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import signal
 import sqlite3
 import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import Desk, clips, jsonl
-from servers import Act, FakeJob, FakeSume, Reply, Request, closed_port, error, finished
-from typer.testing import CliRunner
+from conftest import CANARY, POSIX, QUICK, Desk, Hold, Shop, clips, last_line, until
+from servers import Act, FakeJob, FakeSume, Reply, closed_port, error, finished
 
 import sume_resume
-from sume_resume import InputError, Job, UsageError, account_from
+from sume_resume import InputError, UsageError, account_from
 
-SCRIPT = Path(sume_resume.__file__).resolve()
-CANARY = "CANARY-5f3c/a-b"
-QUICK = ("--poll-interval", "0.05s", "--writes-per-minute", "0", "--reads-per-minute", "0")
 HOSTILE = "a \x1b]0;t\x07 \x1b[2J \x9b2J [/x] [red] \u202e\u2066b 日本 é"
-POSIX = pytest.mark.skipif(os.name != "posix", reason="signals and links of POSIX")
-
-
-def until(what: Callable[[], object], timeout_s: float = 15.0) -> None:
-    """Wait, for a bounded time, for something that another process does."""
-    end = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.01)
-
-
-@dataclass
-class Running:
-    """A command that runs; what it says goes to files, so that no pipe can fill up."""
-
-    process: subprocess.Popen[bytes]
-    err_path: Path
-
-    @property
-    def err(self) -> str:
-        return self.err_path.read_text("utf-8", "replace")
-
-    def send(self, signum: int) -> None:
-        self.process.send_signal(signum)
-
-    def wait(self) -> int:
-        return self.process.wait(timeout=20)
-
-
-@dataclass
-class Shop:
-    """A folder, a server, and the command in it."""
-
-    folder: Path
-    server: FakeSume
-    logs: Path
-    env: dict[str, str] = field(default_factory=dict)
-    running: list[Running] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        keep = {n: v for n, v in os.environ.items() if not n.upper().startswith("SUME_")}
-        for name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
-            keep.pop(name, None)
-        self.env = keep | {
-            "SUME_API_KEY": CANARY,
-            "SUME_API_BASE_URL": self.server.url,
-            "PYTHONIOENCODING": "utf-8",
-        }
-
-    def rows(self, *rows: dict[str, Any], name: str = "clips.jsonl") -> str:
-        (self.folder / name).write_bytes(jsonl(*rows))
-        return name
-
-    def command(self, *args: str) -> list[str]:
-        return [sys.executable, str(SCRIPT), *args]
-
-    def call(
-        self, *args: str, drop: Sequence[str] = (), code: str = "", **env: Any
-    ) -> subprocess.CompletedProcess[bytes]:
-        """Run a command to its end; `code` is Python that runs before it."""
-        names = {n: v for n, v in (self.env | env).items() if n not in drop}
-        command = self.command(*args)
-        if code:
-            names["PYTHONPATH"] = str(SCRIPT.parent)
-            start = f"{code}\nimport sys, sume_resume\nsume_resume.main()"
-            command = [sys.executable, "-c", start, *args]
-        return subprocess.run(
-            command, cwd=self.folder, env=names, capture_output=True, timeout=30, stdin=-3
-        )
-
-    def invoke(self, *args: str, **env: str | None) -> subprocess.CompletedProcess[bytes]:
-        """Run a command in this process: for what ends before anything is sent."""
-        names: dict[str, str | None] = dict(self.env)
-        with contextlib.chdir(self.folder):
-            result = CliRunner().invoke(sume_resume.app, args, env=names | env)
-        code, out, err = result.exit_code, result.stdout_bytes, result.stderr_bytes
-        return subprocess.CompletedProcess(args, code, out, err)
-
-    def run(self, *args: str, **more: Any) -> subprocess.CompletedProcess[bytes]:
-        return self.call("run", *args, *QUICK, **more)
-
-    def start(self, *args: str) -> Running:
-        path = self.logs / f"err-{len(self.running)}"
-        with open(path, "wb") as err:
-            process = subprocess.Popen(
-                self.command("run", *args, *QUICK),
-                cwd=self.folder,
-                env=self.env,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=err,
-            )
-        self.running.append(Running(process, path))
-        return self.running[-1]
-
-    def jobs(self) -> dict[str, Job]:
-        with sume_resume.open_ledger(self.folder / "jobs.db") as ledger:
-            return {job.row: job for job in ledger.latest()}
-
-    def files(self) -> dict[str, bytes]:
-        return {path.name: path.read_bytes() for path in self.folder.iterdir()}
-
-
-@pytest.fixture
-def shop(tmp_path: Path, server: FakeSume) -> Iterator[Shop]:
-    for name in ("work", "logs"):
-        (tmp_path / name).mkdir()
-    made = Shop(tmp_path / "work", server, tmp_path / "logs")
-    yield made
-    for running in made.running:
-        if running.process.poll() is None:
-            running.process.kill()
-            running.process.wait()
-
-
-@dataclass
-class Hold:
-    """Holds the answer of one submit until it is let go; the job is made before or after."""
-
-    server: FakeSume
-    nth: int
-    make_first: bool = True
-    held: threading.Event = field(default_factory=threading.Event)
-    release: threading.Event = field(default_factory=threading.Event)
-    count: int = 0
-
-    def __call__(self, request: Request) -> None:
-        if request.method != "POST":
-            return
-        with self.server.lock:
-            self.count += 1
-            mine = self.count == self.nth
-            if mine and self.make_first:
-                self.server.make_job(request)
-        if mine:
-            self.held.set()
-            self.release.wait(30)
-
-
-@pytest.fixture
-def hold(server: FakeSume) -> Iterator[Callable[..., Hold]]:
-    made: list[Hold] = []
-
-    def make(nth: int = 1, make_first: bool = True) -> Hold:
-        made.append(Hold(server, nth, make_first))
-        server.watch = made[-1]
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.release.set()
 
 
 def failed(job: FakeJob) -> dict[str, Any]:
     body = {"id": job.id, "status": "failed", "usage": {"cost": 0.0}}
     return body | {"error": {"code": "content_filtered", "message": "filtered"}}
-
-
-def last_line(text: str | bytes) -> str:
-    plain = text.decode() if isinstance(text, bytes) else text
-    return plain.strip().splitlines()[-1]
 
 
 # -- exit codes --

@@ -622,7 +622,7 @@ def test_a_card_tells_all_about_a_row(desk: Desk) -> None:
     desk.run()
     with sume_resume.open_ledger(desk.path) as ledger:
         job = ledger.find("r1")
-        lines = list(sume_resume.job_card(job, ledger.outputs(job), ledger.history(job)))
+        lines = list(sume_resume.job_card(sume_resume._story(ledger, job)))
     text = "\n".join(lines)
     assert job.job_id is not None
     assert job.job_id in text

@@ -17,8 +17,8 @@ from typing import Any
 
 import child
 import pytest
-from conftest import jsonl
-from servers import FakeSume, Reply, Request, drop_after
+from conftest import Desk, jsonl
+from servers import FakeJob, FakeSume, Reply, Request, drop_after, finished
 from servers import error as err
 
 from sume_resume import Status, open_ledger
@@ -47,12 +47,21 @@ QUICK = {
 }
 # Reached by a race that a scenario cannot steer; test_engine has a test for each.
 RACES = {"record_unclaimed", "record_late_id"}
+# Facts that a person's command records, not a run: below each has its command.
+DECIDED = {
+    "record_replaced": ("add", "b.jsonl", "--replace"),
+    "record_retried": ("retry", "plain", "--yes"),
+    "record_resent": ("resolve", "conflict", "--resend", "--yes"),
+    "record_dropped": ("cancel", "refused", "--yes"),
+    "record_found": ("resolve", "conflict", "--job-id", "job_found", "--yes"),
+    "record_cancel_asked": ("cancel", "unread", "--yes"),
+}
 POINTS = [
     f"{name}:{when}:{nth}"
     for name in [*child.recording_methods(), *child.API_CALLS]
     for when in ("before", "after")
     for nth in (1, 2)
-    if name not in RACES
+    if name not in {*RACES, *DECIDED}
 ]
 # These happen once in the life of a ledger, or once a run.
 ONCE = {"record_namespace", "record_account", "record_added"}
@@ -221,3 +230,70 @@ def test_without_kills(bench: Bench) -> None:
     posts = len(bench.server.posts)
     assert bench.run() == 4
     assert len(bench.server.posts) == posts
+
+
+# -- what a person decides --
+
+
+def prepare(desk: Desk, method: str) -> None:
+    """Bring rows to where the command of this method has something to do."""
+    desk.server.submits.append(Reply(409, err("strange")))
+    desk.add(*({"id": id, "prompt": f"{id}."} for id in ("conflict", "plain", "unread", "refused")))
+    desk.server.reads_to_finish = 10**6 if method == "record_cancel_asked" else 1
+    desk.server.final = lambda job: {"id": job.id, "status": "failed", "usage": {"cost": 0.1}}
+    desk.run(deadline_s=60, limit=3, concurrency=2)
+    desk.server.final, desk.server.reads_to_finish = finished, 1
+    desk.server.jobs["job_found"] = FakeJob("job_found", "by hand", b"{}")
+    (desk.path.parent / "b.jsonl").write_bytes(jsonl({"id": "refused", "prompt": "other."}))
+
+
+@pytest.mark.parametrize("when", ["before", "after", "commit"])
+@pytest.mark.parametrize(
+    ("method", "row", "attempt", "status", "sends"),
+    [
+        ("record_replaced", "refused", 1, "completed", 1),
+        ("record_retried", "plain", 2, "completed", 2),
+        ("record_resent", "conflict", 2, "completed", 2),
+        ("record_dropped", "refused", 1, "cancelled", 0),
+        ("record_found", "conflict", 1, "completed", 1),
+        ("record_cancel_asked", "unread", 1, "cancelled", 1),
+    ],
+)
+def test_kill_in_a_decision_leaves_it_undone_or_done(
+    desk: Desk,
+    zygote: Zygote,
+    method: str,
+    when: str,
+    row: str,
+    attempt: int,
+    status: str,
+    sends: int,
+) -> None:
+    """Killed around the fact and after its commit; then the same command again, and a run."""
+    prepare(desk, method)
+    order = {
+        "args": [*DECIDED[method]],
+        "env": {"SUME_API_KEY": desk.key, "SUME_API_BASE_URL": desk.server.url},
+        "folder": str(desk.path.parent),
+        "log": str(desk.path.parent / "log.txt"),
+    }
+    posts = len(desk.server.posts)
+    point = "_commit:after:1" if when == "commit" else f"{method}:{when}:1"
+    assert zygote.run(order | {"point": point}) in (-9, 137)
+    with open_ledger(desk.path) as ledger:
+        ledger.quick_check()
+        assert all(job.latest for job in ledger.latest())
+    code = zygote.run(order)
+    # A row that was settled before the kill needs it no more; the rest can be said again.
+    own_commit = method in ("record_found", "record_cancel_asked")
+    committed = when == "commit" or (when == "after" and own_commit)
+    said_twice = committed and method not in ("record_replaced", "record_cancel_asked")
+    assert code == (2 if said_twice else 0), (desk.path.parent / "log.txt").read_text()
+    desk.run()
+    with open_ledger(desk.path) as ledger:
+        job = ledger.find(row)
+    assert (job.attempt, str(job.status)) == (attempt, status)
+    assert job.prompt == ("other." if method == "record_replaced" else f"{row}.")
+    keys = [post.key for post in desk.server.posts]
+    assert len(keys) == len(set(keys))
+    assert len(keys) - posts == sends

@@ -351,7 +351,7 @@ def test_every_write_is_a_method_named_after_its_fact() -> None:
     """Only record_ methods (and what they share) run the statements that write."""
     writes = {
         "SQL_SET_META", "SQL_SET_PACE", "SQL_ADD", "SQL_CHANGE", "SQL_EVENT", "SQL_DROP_OUTPUTS",
-        "SQL_ADD_OUTPUT",
+        "SQL_ADD_OUTPUT", "SQL_RETIRE", "SQL_REPLACE",
     }  # fmt: skip
     ledger = next(n for n in TREE.body if isinstance(n, ast.ClassDef) and n.name == "Ledger")
     users = {
@@ -365,6 +365,7 @@ def test_every_write_is_a_method_named_after_its_fact() -> None:
         "_add",
         "_change",
         "_event",
+        "_next_attempt",
     }
     statements = {
         name

@@ -1,0 +1,900 @@
+"""What a person decides: retry, cancel, resolve, backup, --replace, and the ways out of review."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import KEY, START_MS, Desk, Shop, clips, statuses
+from servers import FakeJob, FakeSume, Reply, Request, Reset, accept_and_say, drop_after, error
+
+import sume_resume
+from sume_resume import (
+    TRANSITIONS,
+    AccountError,
+    Call,
+    InputError,
+    Job,
+    RowChanged,
+    Status,
+    open_ledger,
+)
+
+DAY_S = 24 * 3600.0
+
+
+def attempts(desk: Desk, row: str = "r1") -> list[Job]:
+    with open_ledger(desk.path) as ledger:
+        return ledger.attempts(row)
+
+
+def said(done: Any) -> str:
+    return str((done.stdout + done.stderr).decode())
+
+
+def ok(desk: Desk, *args: str) -> str:
+    done = desk.command(*args)
+    assert done.returncode == 0, said(done)
+    return said(done)
+
+
+def refused(desk: Desk, *args: str, code: int = 2) -> str:
+    """Run a command that must refuse, and change nothing."""
+    before = desk.path.read_bytes()
+    posts = len(desk.server.posts)
+    done = desk.command(*args)
+    assert done.returncode == code, said(done)
+    assert desk.path.read_bytes() == before
+    assert len(desk.server.posts) == posts
+    return said(done)
+
+
+# -- ways into review, and out of it --
+
+
+def refused_after_a_lost_answer(desk: Desk) -> None:
+    desk.server.submits.extend([drop_after, Reply(400, error("bad_request"))])
+    desk.add(*clips(1))
+    desk.run()
+
+
+def key_conflict(desk: Desk) -> None:
+    desk.server.submits.append(Reply(422, error("idempotency_key_reused")))
+    desk.add(*clips(1))
+    desk.run()
+
+
+def unknown_409(desk: Desk) -> None:
+    desk.server.submits.append(Reply(409, error("strange")))
+    desk.add(*clips(1))
+    desk.run()
+
+
+def never_a_usable_answer(desk: Desk) -> None:
+    desk.server.on_submit = accept_and_say(202, {"hello": 1})
+    desk.add(*clips(1))
+    desk.run()
+    desk.server.on_submit = None
+
+
+def key_too_old(desk: Desk) -> None:
+    desk.server.on_submit = drop_after
+    desk.add(*clips(1))
+    desk.run(deadline_s=5)
+    desk.server.on_submit = None
+    desk.clock.advance(DAY_S)
+    desk.run()
+
+
+def clock_set_back(desk: Desk) -> None:
+    desk.server.on_submit = drop_after
+    desk.add(*clips(1))
+
+    start_s = desk.clock.awake_s()
+
+    def meddle(call: Call) -> None:
+        # Late enough that the time of the first send is still in the past.
+        if desk.clock.awake_s() - start_s > 600 and desk.clock.ahead_ms() > lead_ms - 1000:
+            desk.clock.set_back(400)
+
+    lead_ms = desk.clock.ahead_ms()
+    desk.run(deadline_s=3600, before=meddle)
+    desk.server.on_submit = None
+
+
+def too_old_at_the_last_moment(desk: Desk) -> None:
+    desk.server.on_submit = drop_after
+    desk.add(*clips(1))
+    desk.run(deadline_s=1)
+    desk.server.on_submit = None
+    desk.run(before=lambda call: desk.clock.suspend(DAY_S))
+
+
+def id_of_another_row(desk: Desk) -> None:
+    desk.add({"id": "other", "prompt": "other."}, *clips(1))
+    desk.run(scope={"other"})
+    there = desk.job("other").job_id
+    desk.server.submits.append(Reply(202, {"data": {"job": {"id": there}}}))
+    desk.run()
+
+
+def two_ids_for_one_key(desk: Desk) -> None:
+    desk.add(*clips(1))
+    desk.server.reads_to_finish = 10**6
+    desk.run(deadline_s=5)
+    desk.server.reads_to_finish = 1
+    with open_ledger(desk.path) as ledger:
+        ledger.record_late_id(ledger.find("r1"), "job_twin", desk.clock.wall_ms())
+
+
+def sent_to_another_origin(desk: Desk) -> None:
+    desk.server.on_submit = drop_after
+    desk.add(*clips(1))
+    desk.run(deadline_s=1)
+    desk.server.on_submit = None
+    with FakeSume() as elsewhere:
+        account = sume_resume.Account(elsewhere.url + "/v1", elsewhere.url, KEY)
+        with open_ledger(desk.path) as ledger:
+            sume_resume.admit(ledger, account, False, desk.clock.wall_ms())
+    with open_ledger(desk.path) as ledger:
+        sume_resume.admit(ledger, desk.account, False, desk.clock.wall_ms())
+
+
+def job_that_sume_forgot(desk: Desk) -> None:
+    desk.add(*clips(1))
+    desk.server.on_read = Reply(404, error("not_found"))
+    desk.run()
+    desk.server.on_read = None
+
+
+def ended_by_an_unknown_word(desk: Desk) -> None:
+    desk.add(*clips(1))
+    desk.server.final = lambda job: {"id": job.id, "status": "vanished", "terminal": True}
+    desk.run()
+    desk.server.final = sume_finished
+
+
+def sume_finished(job: FakeJob) -> dict[str, Any]:
+    return {
+        "id": job.id,
+        "status": "completed",
+        "usage": {"cost": 0.1},
+        "url": f"https://m/{job.id}",
+    }
+
+
+INTO_REVIEW: list[Callable[[Desk], None]] = [
+    refused_after_a_lost_answer,
+    key_conflict,
+    unknown_409,
+    never_a_usable_answer,
+    key_too_old,
+    clock_set_back,
+    too_old_at_the_last_moment,
+    id_of_another_row,
+    two_ids_for_one_key,
+    sent_to_another_origin,
+    job_that_sume_forgot,
+    ended_by_an_unknown_word,
+]
+paths = pytest.mark.parametrize("into", INTO_REVIEW, ids=lambda path: path.__name__)
+
+
+def command_of(note: str, way: str, job_id: str) -> list[str]:
+    """Return the command that a note names, with one of its three ways."""
+    match = re.search(r"sume-resume (resolve --job-id \S+ .+?); if not, in place of", note)
+    assert match, note
+    assert all(option in note for option in ("--resend", "--drop"))
+    words = shlex.split(match[1])
+    assert words[:2] == ["resolve", "--job-id"]
+    return [words[0], *(["--job-id", job_id] if way == "--job-id" else [way]), "--yes", *words[3:]]
+
+
+def job_at_sume(desk: Desk) -> str:
+    """Return the row's job where Sume made one; else make it, as a person might find it."""
+    made = [job for job in desk.server.charges if b"clip 1." in job.body]
+    if made:
+        return made[0].id
+    request = Request("POST", "/v1/videos", {"idempotency-key": "by hand"}, b'{"prompt":"clip 1."}')
+    return desk.server.make_job(request).id
+
+
+@paths
+def test_review_keeps_the_row_and_tells_the_way_out(
+    desk: Desk, into: Callable[[Desk], None]
+) -> None:
+    into(desk)
+    job = desk.job()
+    assert job.status is Status.REVIEW
+    posts = len(desk.server.posts)
+    desk.run()
+    assert desk.job().status is Status.REVIEW
+    assert len(desk.server.posts) == posts
+    named = command_of(job.note or "", "--job-id", "x")[-1]
+    assert named == "r1"
+    card = ok(desk, "status", "r1")
+    assert "sume-resume resolve" in card
+
+
+@paths
+def test_way_out_by_its_job(desk: Desk, into: Callable[[Desk], None]) -> None:
+    into(desk)
+    posts, id = len(desk.server.posts), job_at_sume(desk)
+    text = ok(desk, *command_of(desk.job().note or "", "--job-id", id))
+    assert "sume-resume run" in text
+    assert (desk.job().status, desk.job().job_id, desk.job().note) == (Status.PENDING, id, None)
+    desk.run()
+    assert (desk.job().status, desk.job().cost_micros) == (Status.COMPLETED, 100_000)
+    assert len(desk.server.posts) == posts
+    assert len(attempts(desk)) == 1
+
+
+@paths
+def test_way_out_by_buying_again(desk: Desk, into: Callable[[Desk], None]) -> None:
+    into(desk)
+    before = desk.job()
+    text = ok(desk, *command_of(before.note or "", "--resend", ""))
+    assert "may pay twice" in text
+    desk.run()
+    old, new = attempts(desk)
+    assert (old.status, old.latest, old.cost_unknown) == (Status.CANCELLED, 0, True)
+    assert (new.status, new.latest, new.attempt) == (Status.COMPLETED, 1, 2)
+    assert new.key != old.key
+    assert new.body == old.body
+    assert desk.server.posts[-1].key == new.key
+    with open_ledger(desk.path) as ledger:
+        assert ledger.totals().cost_unknown_rows >= 1
+
+
+@paths
+def test_way_out_by_giving_up(desk: Desk, into: Callable[[Desk], None]) -> None:
+    into(desk)
+    posts = len(desk.server.posts)
+    ok(desk, *command_of(desk.job().note or "", "--drop", ""))
+    desk.run()
+    assert desk.job().status is Status.CANCELLED
+    assert desk.job().cost_unknown
+    assert len(desk.server.posts) == posts
+    assert "ended by a person" in ok(desk, "status", "r1")
+
+
+def test_every_way_into_review_is_walked() -> None:
+    """A new call that sends a row to review needs a path above."""
+    source = Path(sume_resume.__file__).read_text()
+    calls = re.findall(r"(?:self\._review|\.record_review)\(", source)
+    # The body of `_review` is one of them; a key that is too old to be sent, and a clock
+    # that was set back, share another.
+    assert len(calls) == len(INTO_REVIEW) - 1
+
+
+# -- resolve --
+
+
+def test_resolve_reads_the_job_first_and_refuses_an_unknown_one(desk: Desk) -> None:
+    unknown_409(desk)
+    text = refused(desk, "resolve", "r1", "--job-id", "job_nobody", "--yes")
+    assert "Sume does not know" in text
+    assert [request.path for request in desk.server.gets] == ["/v1/videos/job_nobody"]
+
+
+def test_resolve_refuses_a_job_that_another_row_has(desk: Desk) -> None:
+    id_of_another_row(desk)
+    other = desk.job("other").job_id or ""
+    text = refused(desk, "resolve", "r1", "--job-id", other, "--yes")
+    assert "'other'" in text
+
+
+def test_resolve_refuses_a_job_of_an_older_attempt(desk: Desk) -> None:
+    two_ids_for_one_key(desk)
+    first = desk.job().job_id or ""
+    ok(desk, "resolve", "r1", "--resend", "--yes")
+    desk.server.submits.append(Reply(409, error("strange")))
+    desk.run()
+    assert "attempt 1" in refused(desk, "resolve", "r1", "--job-id", first, "--yes")
+
+
+@pytest.mark.parametrize("bad", ["../me", "a/b?x=1", "", "a b", "-", "x" * 300])
+def test_resolve_takes_no_odd_job_id(desk: Desk, bad: str) -> None:
+    unknown_409(desk)
+    reads = len(desk.server.gets)
+    if bad == "-":
+        desk.server.on_read = Reply(404, error("not_found"))
+        refused(desk, "resolve", "r1", "--job-id", bad, "--yes")
+        return
+    assert "--job-id" in refused(desk, "resolve", "r1", "--job-id", bad, "--yes")
+    assert len(desk.server.gets) == reads
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [Reply(401, error("unauthorized")), Reply(500, b"<html>"), Reply(404, b"gone"), Reset(),
+     Reply(200, {"id": "job_other", "status": "completed"}), Reply(429, error("rate_limit"))],
+    ids=["401", "500", "404 page", "reset", "another job", "429"],
+)  # fmt: skip
+def test_resolve_changes_nothing_while_sume_does_not_answer(desk: Desk, reply: Any) -> None:
+    unknown_409(desk)
+    desk.server.reads.append(reply)
+    text = refused(desk, "resolve", "r1", "--job-id", "job_x", "--yes", code=5)
+    assert "job_x could not be read" in text
+
+
+def test_resolve_under_another_key_changes_nothing(desk: Desk) -> None:
+    unknown_409(desk)
+    reads = len(desk.server.gets)
+    done = desk.command("resolve", "r1", "--job-id", "job_x", "--yes", SUME_API_KEY="another")
+    assert done.returncode == 5
+    assert "--adopt-account" in said(done)
+    other = desk.command(
+        "resolve", "r1", "--job-id", "job_x", "--yes", SUME_API_BASE_URL="https://x.invalid"
+    )
+    assert other.returncode == 5
+    assert "x.invalid" in said(other)
+    assert len(desk.server.gets) == reads
+    assert desk.job().status is Status.REVIEW
+
+
+@pytest.mark.parametrize("way", [("--resend",), ("--drop",), ("--job-id", "job_1")], ids=" ".join)
+def test_resolve_needs_yes_off_a_terminal(desk: Desk, way: tuple[str, ...]) -> None:
+    unknown_409(desk)
+    desk.server.reads.append(Reply(200, {"id": "job_1", "status": "pending"}))
+    text = refused(desk, "resolve", "r1", *way)
+    assert "--yes" in text
+    if way == ("--resend",):
+        assert "may pay twice" in text
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (),
+        ("r1",),
+        ("--drop",),
+        ("r1", "--drop", "--resend"),
+        ("r1", "--job-id", "job_1", "--drop"),
+        ("r1", "r2", "--job-id", "job_1"),
+        ("nobody", "--drop"),
+    ],
+    ids=" ".join,
+)
+def test_resolve_that_is_not_clear(desk: Desk, args: tuple[str, ...]) -> None:
+    unknown_409(desk)
+    refused(desk, "resolve", "--yes", *args)
+
+
+@pytest.mark.parametrize("way", ["--drop", "--resend"])
+def test_resolve_of_rows_that_need_none(desk: Desk, way: str) -> None:
+    """All rows are checked before one is settled, and each problem is named."""
+    desk.server.submits.extend([Reply(409, error("strange")), Reply(400, error("bad"))])
+    desk.add(*clips(4))
+    desk.run(scope={"r1", "r2", "r3"})
+    text = refused(desk, "resolve", "r1", "r2", "r3", "r4", way, "--yes")
+    assert "row 'r2' is rejected" in text
+    assert "row 'r3' is completed" in text
+    assert "row 'r4' is queued" in text
+    assert "row 'r1'" not in text
+
+
+def test_old_id_of_a_resolved_row_stays_in_its_history(desk: Desk) -> None:
+    two_ids_for_one_key(desk)
+    first = desk.job().job_id or ""
+    twin = job_at_sume(desk)
+    desk.server.jobs["job_twin"] = FakeJob("job_twin", "k", b"{}")
+    ok(desk, "resolve", "r1", "--job-id", "job_twin", "--yes")
+    assert first == twin
+    assert f"job_twin (was {first})" in ok(desk, "status", "r1")
+
+
+# -- retry --
+
+
+def ended(desk: Desk, *words: str) -> None:
+    """Make rows r1, r2, … that ended by these words of Sume's."""
+    desk.add(*clips(len(words)))
+    by_row = {f"clip {n}.": word for n, word in enumerate(words, 1)}
+
+    def final(job: FakeJob) -> dict[str, Any]:
+        word = next(word for text, word in by_row.items() if text.encode() in job.body)
+        return {"id": job.id, "status": word, "usage": {"cost": 0.1}} | (
+            {"url": "https://m/x"} if word == "completed" else {}
+        )
+
+    desk.server.final = final
+    desk.run()
+
+
+@pytest.mark.parametrize("word", ["failed", "cancelled", "expired"])
+def test_retry_buys_again_with_a_new_key(desk: Desk, word: str) -> None:
+    ended(desk, word)
+    old = desk.job()
+    text = ok(desk, "retry", "r1", "--yes")
+    assert "attempt 2" in text
+    assert "sume-resume run" in text
+    assert len(desk.server.charges) == 1
+    desk.server.final = sume_finished
+    desk.run()
+    first, second = attempts(desk)
+    assert first._replace(latest=1, updated_at=0) == old._replace(updated_at=0)
+    assert (second.status, second.body, second.own) == (Status.COMPLETED, old.body, old.own)
+    assert second.key != first.key
+    assert len(desk.server.charges) == 2
+    with open_ledger(desk.path) as ledger:
+        totals = ledger.totals()
+    assert (totals.rows, totals.cost_micros) == (1, 200_000)
+
+
+def test_retry_of_a_rejected_row(desk: Desk) -> None:
+    desk.server.submits.append(Reply(404, error("model_not_found")))
+    desk.add(*clips(1))
+    desk.run()
+    ok(desk, "retry", "r1", "--yes")
+    desk.run()
+    assert statuses(attempts(desk)) == ["rejected", "completed"]
+    assert len(desk.server.charges) == 1
+
+
+def test_retry_of_a_queued_row_whose_sends_were_refused(desk: Desk) -> None:
+    """Its old attempt ends in the same commit, and only the new one is ever sent."""
+    desk.server.on_submit = Reply(429, error("rate_limit_exceeded"))
+    desk.add(*clips(1))
+    desk.run(deadline_s=5)
+    assert desk.job().status is Status.QUEUED
+    ok(desk, "retry", "r1", "--yes")
+    desk.server.on_submit = None
+    desk.run()
+    first, second = attempts(desk)
+    assert (first.status, first.cost_unknown) == (Status.CANCELLED, False)
+    assert second.status is Status.COMPLETED
+    assert [post.key for post in desk.server.posts[-1:]] == [second.key]
+    assert [job.key for job in desk.server.charges] == [second.key]
+
+
+def test_retry_is_refused_while_the_outcome_is_unknown(desk: Desk) -> None:
+    desk.server.reads_to_finish = 10**6
+    desk.server.submits.extend([Reply(409, error("strange")), drop_after])
+    desk.add(*clips(5))
+    desk.run(deadline_s=1, scope={"r1", "r2", "r3"}, concurrency=2)
+    found = {row: job.status for row, job in desk.jobs().items()}
+    assert found["r1"] is Status.REVIEW
+    text = refused(desk, "retry", *found, "--yes")
+    for row, status in found.items():
+        assert f"row '{row}'" in text, status
+    assert "sume-resume resolve" in text
+    assert "sume-resume run" in text
+
+
+def test_retry_of_a_completed_row_names_what_buys_another(desk: Desk) -> None:
+    ended(desk, "completed")
+    assert "--take" in refused(desk, "retry", "r1", "--yes")
+
+
+def test_retry_of_a_completed_row_without_a_result(desk: Desk) -> None:
+    desk.server.final = lambda job: {"id": job.id, "status": "completed", "usage": {"cost": 0.1}}
+    desk.add(*clips(1))
+    desk.run()
+    assert desk.job().status is Status.COMPLETED
+    ok(desk, "retry", "r1", "--yes")
+    assert desk.job().attempt == 2
+
+
+def test_retry_of_a_dropped_row_that_may_have_been_bought(desk: Desk) -> None:
+    """Only `resolve --resend` may pay twice, and says so."""
+    refused_after_a_lost_answer(desk)
+    ok(desk, "resolve", "r1", "--drop", "--yes")
+    assert "resolve --resend r1" in refused(desk, "retry", "r1", "--yes")
+    assert "may pay twice" in ok(desk, "resolve", "--resend", "r1", "--yes")
+    desk.run()
+    assert statuses(attempts(desk)) == ["cancelled", "completed"]
+
+
+def test_retry_failed_takes_what_failed_and_nothing_else(desk: Desk) -> None:
+    ended(desk, "failed", "completed", "expired", "cancelled")
+    ok(desk, "retry", "--failed", "--yes")
+    assert {row: job.attempt for row, job in desk.jobs().items()} == {
+        "r1": 2,
+        "r2": 1,
+        "r3": 2,
+        "r4": 1,
+    }
+
+
+def test_retry_failed_of_nothing_says_so_and_asks_nothing(desk: Desk) -> None:
+    ended(desk, "completed")
+    assert "no row has failed" in ok(desk, "retry", "--failed")
+
+
+def test_retry_names_a_row_once_however_it_is_named(desk: Desk) -> None:
+    ended(desk, "failed")
+    id = desk.job().job_id or ""
+    ok(desk, "retry", "r1", id, "--yes")
+    assert len(attempts(desk)) == 2
+    ok(desk, "status", id)
+    assert "row 'r1' is queued" in refused(desk, "retry", id, "--yes")
+
+
+@pytest.mark.parametrize("args", [(), ("r1", "--failed")], ids=["nothing", "both"])
+def test_retry_that_is_not_clear(desk: Desk, args: tuple[str, ...]) -> None:
+    ended(desk, "failed")
+    refused(desk, "retry", "--yes", *args)
+
+
+@pytest.mark.parametrize(
+    "args", [("retry", "r1"), ("retry", "--failed"), ("cancel", "r2"), ("cancel", "--all")]
+)
+def test_yes_is_needed_off_a_terminal(desk: Desk, args: tuple[str, ...]) -> None:
+    ended(desk, "failed")
+    desk.add(*clips(2))
+    text = refused(desk, *args)
+    assert "--yes" in text
+    assert ("'r1'" if args[0] == "retry" else "'r2'") in text
+
+
+def test_row_that_a_run_changed_meanwhile_is_not_retried(desk: Desk) -> None:
+    """Each decision is one compare-and-set: nothing of the batch is changed."""
+    ended(desk, "failed", "failed")
+    with open_ledger(desk.path) as ledger, open_ledger(desk.path) as other:
+        stale = [ledger.find("r1"), ledger.find("r2")]
+        other.record_retried(stale[1], START_MS)
+
+        def retry_both() -> None:
+            with ledger.transaction():
+                for job in stale:
+                    ledger.record_retried(job, START_MS)
+
+        with pytest.raises(RowChanged):
+            retry_both()
+        assert len(ledger.attempts("r1")) == 1
+        assert len(ledger.attempts("r2")) == 2
+
+
+# -- cancel --
+
+
+def test_cancel_drops_a_queued_row_for_good(desk: Desk) -> None:
+    desk.add(*clips(2))
+    ok(desk, "cancel", "r1", "--yes")
+    desk.run()
+    assert [job.status for job in desk.jobs().values()] == [Status.CANCELLED, Status.COMPLETED]
+    assert desk.server.charges_of("clip 1.") == 0
+    assert not desk.job().cost_unknown
+
+
+def test_cancel_of_queued_rows_needs_no_network_and_no_key(desk: Desk) -> None:
+    desk.add(*clips(2))
+    done = desk.command("cancel", "--all", "--yes", SUME_API_KEY=None, HTTPS_PROXY="nonsense://")
+    assert done.returncode == 0, said(done)
+    assert {job.status for job in desk.jobs().values()} == {Status.CANCELLED}
+
+
+def open_rows(desk: Desk, count: int = 1) -> None:
+    desk.server.reads_to_finish = 10**6
+    desk.add(*clips(count))
+    desk.run(deadline_s=2)
+
+
+def test_cancel_asks_sume_and_reads_what_became_of_it(desk: Desk) -> None:
+    open_rows(desk)
+    id = desk.job().job_id
+    ok(desk, "cancel", "r1", "--yes")
+    assert desk.server.requests[-2].path == f"/v1/jobs/{id}/cancel"
+    assert desk.server.requests[-2].body == b"{}"
+    job = desk.job()
+    assert (job.status, job.cost_micros, job.next_poll_at) == (Status.CANCELLED, 0, None)
+    assert "Sume was asked to cancel it" in ok(desk, "status", "r1")
+    assert len(desk.server.posts) == 1
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        Reply(409, error("job_generation_already_started", "too late")),
+        Reply(404, error("not_found", "no such job")),
+        Reply(500, b"<html>"),
+        Reply(200, error("job_not_cancelable", "ended")),
+        Reset(),
+    ],
+    ids=["begun", "unknown", "page", "error with 200", "reset"],
+)
+def test_job_that_sume_does_not_cancel_goes_on(desk: Desk, reply: Any) -> None:
+    open_rows(desk)
+    desk.server.cancels.append(reply)
+    done = desk.command("cancel", "r1", "--yes")
+    assert done.returncode == 1
+    assert "row 'r1': not cancelled" in said(done)
+    assert "paid for" in said(done)
+    assert desk.job().status in (Status.PENDING, Status.IN_PROGRESS)
+    desk.server.reads_to_finish = 1
+    desk.run()
+    assert desk.job().status is Status.COMPLETED
+    assert len(desk.server.charges) == 1
+
+
+@pytest.mark.parametrize(
+    "reply", [Reply(401, error("unauthorized")), Reply(404, b"<html>"), Reply(302, b"")]
+)
+def test_cancel_stops_where_the_account_or_the_route_is_wrong(desk: Desk, reply: Reply) -> None:
+    open_rows(desk, 3)
+    desk.server.cancels.extend([reply] * 3)
+    before = desk.path.read_bytes()
+    done = desk.command("cancel", "--all", "--yes")
+    assert done.returncode == 5
+    assert "check SUME_API" in said(done)
+    cancels = [r for r in desk.server.requests if r.path.endswith("/cancel")]
+    assert len(cancels) == 1
+    assert {job.status for job in desk.jobs().values()} == {Status.PENDING}
+    # All that was written is when the request left.
+    assert len(before) == desk.path.stat().st_size
+
+
+def test_cancel_that_takes_effect_later_is_read_by_the_next_run(desk: Desk) -> None:
+    open_rows(desk)
+    desk.server.cancels.append(Reply(202, {"data": {"status": "CANCELING"}}))
+    text = ok(desk, "cancel", "r1", "--yes")
+    assert "sume-resume run" in text
+    assert desk.job().status in (Status.PENDING, Status.IN_PROGRESS)
+    desk.server.cancelled.add(desk.job().job_id or "")
+    desk.run()
+    assert (desk.job().status, desk.job().cost_micros) == (Status.CANCELLED, 0)
+
+
+def test_cancel_names_what_it_does_not_touch(desk: Desk) -> None:
+    desk.server.reads_to_finish = 10**6
+    desk.server.submits.extend([Reply(409, error("strange")), Reply(400, error("bad")), drop_after])
+    desk.add(*clips(4))
+    desk.run(deadline_s=0.5, limit=3, concurrency=2)
+    found = {row: str(job.status) for row, job in desk.jobs().items()}
+    assert found == {"r1": "review", "r2": "rejected", "r3": "sending", "r4": "queued"}
+    text = refused(desk, "cancel", *found, "--yes")
+    assert "resolve --drop r1" in text
+    assert "row 'r2' is rejected" in text
+    assert "row 'r3' may have been sent" in text
+    assert "'r4'" not in text
+    text = ok(desk, "cancel", "--all", "--yes")
+    assert "left as they are: 1 row sending" in text
+    assert "left as they are: 1 row review" in text
+    assert statuses(desk.jobs().values()) == ["review", "rejected", "sending", "cancelled"]
+
+
+def test_cancel_under_another_key_changes_nothing(desk: Desk) -> None:
+    open_rows(desk, 1)
+    desk.add({"id": "q", "prompt": "queued."})
+    before = desk.path.read_bytes()
+    done = desk.command("cancel", "--all", "--yes", SUME_API_KEY="another")
+    assert done.returncode == 5
+    assert desk.path.read_bytes() == before
+
+
+def test_cancels_keep_the_pace_of_the_write_budget(desk: Desk) -> None:
+    open_rows(desk, 5)
+    with open_ledger(desk.path) as ledger:
+        jobs = ledger.with_status(Status.PENDING)
+        client = sume_resume.Sume(desk.account, desk.clock, False)
+        done = list(sume_resume.cancel_jobs(ledger, client, desk.clock, jobs))
+        client.close()
+    assert {job.status for job, _ in done} == {Status.CANCELLED}
+    assert all(0.49 <= wait <= 0.52 for wait in desk.clock.slept[1:])
+
+
+def test_run_that_goes_on_beside_a_cancel_follows_it(desk: Desk) -> None:
+    """The row was changed under the run: it is re-read, shown and counted as it is."""
+    desk.server.reads_to_finish = 3
+    desk.add(*clips(2))
+    asked: list[str] = []
+
+    def during(engine: Any, event: Any) -> None:
+        open_ones = [r for r, job in desk.jobs().items() if job.status is Status.IN_PROGRESS]
+        if "r1" in open_ones and not asked:
+            asked.append(ok(desk, "cancel", "r1", "--yes"))
+
+    desk.run(during=during)
+    assert asked
+    assert [str(job.status) for job in desk.jobs().values()] == ["cancelled", "completed"]
+
+
+# -- replace --
+
+
+def test_replace_of_a_queued_row(desk: Desk) -> None:
+    desk.add(*clips(1))
+    old = desk.job()
+    changed = {"id": "r1", "prompt": "another.", "duration": 6, "model": "m"}
+    with pytest.raises(InputError, match="--replace"):
+        desk.add(changed, name="b.jsonl")
+    added = desk.add(changed, name="b.jsonl", replace=True)
+    assert (added.new, added.existing, added.replaced) == (0, 0, 1)
+    new = desk.job()
+    assert (new.id, new.attempt, new.status) == (old.id, 1, Status.QUEUED)
+    assert (new.prompt, new.model, new.duration_s) == ("another.", "m", 6)
+    assert new.key != old.key
+    assert new.source == "b.jsonl:1"
+    assert old.key in ok(desk, "status", "r1")
+    desk.run()
+    assert [post.body for post in desk.server.posts] == [new.body]
+    assert desk.add(changed, name="b.jsonl", replace=True).existing == 1
+
+
+@pytest.mark.parametrize("word", ["failed", "cancelled", "expired", "rejected"])
+def test_replace_of_a_row_that_ended_badly_is_a_new_attempt(desk: Desk, word: str) -> None:
+    if word == "rejected":
+        desk.server.submits.append(Reply(422, error("invalid_request")))
+        desk.add(*clips(1))
+        desk.run()
+    else:
+        ended(desk, word)
+    desk.server.final = sume_finished
+    assert desk.add({"id": "r1", "prompt": "better."}, replace=True).replaced == 1
+    desk.run()
+    first, second = attempts(desk)
+    assert (str(first.status), first.prompt) == (word, "clip 1.")
+    assert (second.status, second.prompt) == (Status.COMPLETED, "better.")
+
+
+def test_replace_of_anything_else_is_refused(desk: Desk) -> None:
+    desk.server.reads_to_finish = 10**6
+    as_usual: Any = lambda server, request: None  # noqa: E731
+    desk.server.submits.extend([Reply(409, error("strange")), as_usual, drop_after])
+    desk.add(*clips(4))
+    desk.run(deadline_s=0.5, scope={"r1", "r2", "r3"}, concurrency=2)
+    kept = desk.jobs()
+    assert statuses(kept.values())[1:] == ["pending", "sending", "queued"]
+    others = [{"id": row, "prompt": "x."} for row in kept]
+    with pytest.raises(InputError) as refusal:
+        desk.add(*others, replace=True)
+    text = str(refusal.value)
+    assert all(f"'{row}'" in text for row in ("r1", "r2", "r3"))
+    assert "'r4'" not in text
+    assert desk.jobs() == kept
+    desk.server.reads_to_finish = 1
+    desk.run()
+    with pytest.raises(InputError, match="completed"):
+        desk.add({"id": "r3", "prompt": "x."}, replace=True)
+
+
+def test_replace_takes_a_default_that_is_given_now(desk: Desk) -> None:
+    """`--model good --replace` mends rows that a bad model had rejected."""
+    desk.server.submits.append(Reply(404, error("model_not_found")))
+    desk.add({"id": "r1", "prompt": "p."}, fields={"model": "bad"})
+    desk.run()
+    with pytest.raises(InputError, match="--replace"):
+        desk.add({"id": "r1", "prompt": "p."}, fields={"model": "good"})
+    desk.add({"id": "r1", "prompt": "p."}, fields={"model": "good"}, replace=True)
+    desk.run()
+    assert [(job.model, str(job.status)) for job in attempts(desk)] == [
+        ("bad", "rejected"),
+        ("good", "completed"),
+    ]
+
+
+def test_replace_with_the_same_content_does_nothing(desk: Desk) -> None:
+    desk.server.submits.append(Reply(422, error("invalid_request")))
+    desk.add(*clips(2))
+    desk.run(limit=1)
+    before = desk.path.read_bytes()
+    assert desk.add(*clips(2), replace=True).existing == 2
+    assert desk.jobs()["r1"].status is Status.REJECTED
+    with sqlite3.connect(desk.path) as db:
+        assert db.execute("SELECT count(*) FROM jobs").fetchone() == (2,)
+    assert len(desk.path.read_bytes()) == len(before)
+
+
+def test_replace_of_one_bad_row_changes_none(desk: Desk) -> None:
+    desk.add(*clips(2))
+    kept = desk.jobs()
+    with pytest.raises(InputError):
+        desk.add({"id": "r1", "prompt": "x."}, {"id": "r2", "prompt": 5}, replace=True)
+    assert desk.jobs() == kept
+
+
+# -- backup --
+
+
+def test_backup_is_a_ledger_of_its_own(desk: Desk, tmp_path: Path) -> None:
+    desk.add(*clips(3))
+    desk.run(limit=1)
+    before = desk.path.read_bytes()
+    copy = tmp_path / "b.db"
+    text = ok(desk, "backup", str(copy))
+    assert "3 rows" in text
+    assert desk.path.read_bytes() == before
+    assert copy.stat().st_mode & 0o777 == 0o600
+    desk.path.unlink()
+    copy.rename(desk.path)
+    desk.run()
+    assert {job.status for job in desk.jobs().values()} == {Status.COMPLETED}
+    assert len(desk.server.charges) == 3
+    assert {path.name for path in tmp_path.iterdir()} == {"jobs.db"}
+
+
+def test_backup_in_the_middle_of_a_run_buys_nothing_twice(desk: Desk, tmp_path: Path) -> None:
+    """B13: all keys are in the copy, which finishes the batch after the ledger is gone."""
+    desk.add(*clips(3))
+    copy = tmp_path / "b.db"
+
+    def during(engine: Any, event: Any) -> None:
+        if desk.server.posts and not copy.exists():
+            ok(desk, "backup", str(copy))
+            engine.stop(9)
+
+    desk.run(during=during, writes_per_minute=120.0)
+    desk.path.unlink()
+    copy.rename(desk.path)
+    desk.run()
+    assert len(desk.server.charges) == 3
+    assert {job.status for job in desk.jobs().values()} == {Status.COMPLETED}
+
+
+@pytest.mark.parametrize("there", ["file", "folder", "link", "nowhere", "itself"])
+def test_backup_replaces_nothing(desk: Desk, tmp_path: Path, there: str) -> None:
+    desk.add(*clips(1))
+    victim = tmp_path / "victim"
+    target = tmp_path / "b.db"
+    if there == "file":
+        target.write_text("mine")
+    elif there == "folder":
+        target.mkdir()
+    elif there == "link":
+        target.symlink_to(victim)
+    elif there == "nowhere":
+        target = tmp_path / "none" / "b.db"
+    else:
+        target = desk.path
+    before = {path.name for path in tmp_path.iterdir()}
+    text = refused(desk, "backup", str(target))
+    assert str(target) in text
+    assert {path.name for path in tmp_path.iterdir()} == before
+    assert not victim.exists()
+    assert there != "file" or target.read_text() == "mine"
+
+
+def test_backup_of_a_ledger_that_is_locked_gives_up(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk.add(*clips(1))
+    monkeypatch.setattr(sume_resume, "BUSY_TIMEOUT_MS", 10)
+    with sqlite3.connect(desk.path, isolation_level=None) as writer:
+        writer.execute("BEGIN EXCLUSIVE")
+        done = desk.command("backup", str(tmp_path / "b.db"))
+        writer.execute("ROLLBACK")
+    assert done.returncode == 8
+    assert "try again" in said(done)
+    assert [path.name for path in tmp_path.iterdir()] == ["jobs.db"]
+
+
+# -- the account guard --
+
+
+def test_vouch_wants_origin_and_key_of_the_ledger(desk: Desk) -> None:
+    open_rows(desk)
+    with open_ledger(desk.path) as ledger:
+        sume_resume.vouch(ledger, desk.account)
+        elsewhere = sume_resume.Account("https://x.invalid/v1", "https://x.invalid", desk.key)
+        with pytest.raises(AccountError, match=r"x\.invalid"):
+            sume_resume.vouch(ledger, elsewhere)
+        rotated = sume_resume.Account(desk.account.base_url, desk.account.origin, "other")
+        with pytest.raises(AccountError, match="--adopt-account"):
+            sume_resume.vouch(ledger, rotated)
+
+
+# -- simulated --
+
+
+def test_simulated_rows_can_be_settled_without_a_key(shop: Shop) -> None:
+    """Cancel and resolve of a simulated ledger ask the stand-in, which gives the price back."""
+    shop.env.pop("SUME_API_KEY")
+    db = ("--db", "simulated.db")
+    rows = shop.rows({"id": "r1", "prompt": "a"}, {"id": "r2", "prompt": "b", "duration": 61})
+    first = shop.run(rows, "--simulate", "--deadline", "0.4s")
+    assert first.returncode == 3, first.stderr
+    done = shop.call("cancel", "r1", "--yes", *db)
+    assert done.returncode == 0, done.stderr
+    with open_ledger(shop.folder / "simulated.db") as ledger:
+        r1, r2 = ledger.attempts("r1")[0], ledger.attempts("r2")[0]
+        assert (str(r1.status), r1.cost_micros) == ("cancelled", 0)
+        assert str(r2.status) == "rejected"
+    again = shop.call("cancel", "r1", "--yes", *db)
+    assert again.returncode == 2
+    assert TRANSITIONS[Status.CANCELLED] == frozenset()
