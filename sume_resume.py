@@ -3592,9 +3592,10 @@ def admit(ledger: Ledger, account: Account, adopt: bool, now_ms: int) -> None:
         if origin not in (None, account.origin):
             real_ledger = account.origin == STAND_IN and ledger.ever_sent()
             if ledger.ever_accepted() or real_ledger:
+                helps = "run it with --simulate" if origin == STAND_IN else "use another --db"
                 raise AccountError(
                     f"{ledger.path}: its jobs are at {origin}, and this run is for"
-                    f" {account.origin}; nothing was sent. Use another --db for it"
+                    f" {account.origin}; nothing was sent; {helps}"
                 )
             for job in ledger.with_status(Status.SENDING):
                 why = f"it may have been sent to {origin}, and this run is for {account.origin}"
@@ -4657,7 +4658,8 @@ def job_card(story: Story) -> Iterator[str]:
 
 
 def _attempt_words(job: Job) -> str:
-    parts = [f"attempt {job.attempt}: {job.status}", job.job_id, _money(job, 0)]
+    cost = _money(job, 0) and f"cost {_money(job, 0)}"
+    parts = [f"attempt {job.attempt}: {job.status}", job.job_id, cost]
     return "  ".join(part for part in parts if part)
 
 
@@ -4725,6 +4727,7 @@ def job_facts(job: Job) -> dict[str, Any]:
         "job_id": job.job_id,
         "cost_usd": show_usd(job.cost_micros),
         "note": job.note or job.trouble,
+        "at_ms": job.updated_at,
     }
 
 
@@ -4743,8 +4746,9 @@ class JsonLog:
             case Recounted():
                 self._totals = event.totals
             case Changed(before=before, after=after):
-                if job_facts(before) != job_facts(after):
-                    self._say("row", at_ms=event.at_ms, before=before.status, **job_facts(after))
+                facts = job_facts(after)
+                if job_facts(before) | {"at_ms": after.updated_at} != facts:
+                    self._say("row", before=before.status, **facts)
             case Notice():
                 self._say("notice", row=event.row, text=inert(event.text, 1000))
             case Tick():
@@ -5027,14 +5031,28 @@ def stand_in_state(ledger: Path) -> Path:
 # Commands, flags and the one boundary where errors become a line and an exit code.
 
 
+# A command of ours within a text.
+_COMMAND = r"\bsume-resume (?:run|status|retry|cancel|resolve)\b(?! --db)"
+
+
 class Voice:
     """How a command speaks: words on stderr and, with --json, a line per event on stdout."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
+        self._db = ""
+
+    def about(self, ledger: Path) -> None:
+        """Name this ledger in the commands that are said, unless they find it by themselves."""
+        if str(ledger) != (os.environ.get("SUME_RESUME_DB") or DEFAULT_LEDGER):
+            self._db = f" --db {shell_word(str(ledger))}"
 
     def say(self, text: str) -> None:
-        _complain(text)
+        _complain(self.complete(text))
+
+    def complete(self, text: str) -> str:
+        """Return text in which the commands that a person may copy name the ledger."""
+        return re.sub(_COMMAND, lambda match: match[0] + self._db, text)
 
     def tell(self, type: str, **facts: object) -> None:
         """Write an event. A reader that left (| head) is no reason to stop."""
@@ -5085,9 +5103,14 @@ class ErrorBoundary(TyperGroup):
 
 def _fail(ctx: Any, text: str, code: Exit) -> NoReturn:
     """End a command with an error: one line, and with --json two events."""
-    _complain(text if code is Exit.INTERRUPTED else f"error: {text}")
     voice: Voice = ctx.obj or Voice(False)
-    voice.tell("error", text=text)
+    if code is Exit.INTERRUPTED:
+        # The terminal has written ^C, or stands behind a question.
+        text = f"\n{text}" if sys.stderr.isatty() else text
+    else:
+        text = f"error: {text}"
+    voice.say(text)
+    voice.tell("error", text=voice.complete(text.removeprefix("error: ").strip()))
     voice.end(code)
 
 
@@ -5213,10 +5236,17 @@ JsonOption = Annotated[bool, _option("--json", help="Events as JSON on stdout, a
 YesOption = Annotated[bool, _option("--yes", help="Do not ask; needed where nobody can answer.")]
 
 
-def _ledger_path(db: str | None, simulate: bool = False) -> Path:
+def _begin(
+    ctx: typer.Context, as_json: bool, db: str | None, simulate: bool = False
+) -> tuple[Voice, Path]:
+    """Return how this command speaks, and its ledger."""
     if db and re.match(r"postgres(ql)?://", db):
         raise UsageError("--db: Postgres is not in this version yet; name a file")
-    return Path(db or (DEFAULT_SIMULATED_LEDGER if simulate else DEFAULT_LEDGER))
+    path = Path(db or (DEFAULT_SIMULATED_LEDGER if simulate else DEFAULT_LEDGER))
+    voice = cast(Voice, ctx.obj)
+    voice.as_json = as_json
+    voice.about(path)
+    return voice, path
 
 
 def _defaults(
@@ -5334,6 +5364,7 @@ def _rows(count: int) -> str:
 
 @app.command(epilog="\b\n" + EXIT_CODES)
 def add(
+    ctx: typer.Context,
     file: Annotated[
         str | None,
         typer.Argument(help="JSONL, JSON array or CSV; - for stdin.", show_default=False),
@@ -5356,11 +5387,11 @@ def add(
     """
     import io
 
-    path, defaults = _ledger_path(db), _defaults(model, duration, kind, set, take)
+    voice, path = _begin(ctx, as_json, db)
+    defaults = _defaults(model, duration, kind, set, take)
     if (file is None) == (prompt is None) or (id is not None and prompt is None):
         raise UsageError("name a FILE, or give --prompt (and --id) for one row")
     _check_namespace(namespace)
-    voice = Voice(as_json)
     with contextlib.ExitStack() as stack:
         if not path.exists():
             stack.enter_context(RunLock(path))
@@ -5378,6 +5409,7 @@ def add(
 
 @app.command(epilog="\b\n" + EXIT_CODES)
 def run(
+    ctx: typer.Context,
     file: Annotated[
         str | None,
         typer.Argument(
@@ -5439,7 +5471,8 @@ def run(
 
     Example: sume-resume run clips.jsonl --model seedance-2.5 --deadline 2h
     """
-    path, defaults = (_ledger_path(db, simulate), _defaults(model, duration, kind, set, take))
+    voice, path = _begin(ctx, as_json, db, simulate)
+    defaults = _defaults(model, duration, kind, set, take)
     if key_ttl is not None and key_ttl < 2 * POST_DEADLINE_S:
         least = show_time(2 * POST_DEADLINE_S)
         raise UsageError(f"--key-ttl: must be at least {least}; a submit may take half of that")
@@ -5449,7 +5482,6 @@ def run(
     if file is None and not path.exists():
         raise UsageError(f"no ledger {path} and no FILE; name a file of rows: sume-resume run FILE")
     _check_namespace(namespace)
-    voice = Voice(as_json)
     if dry_run:
         with contextlib.ExitStack() as stack:
             stream = _open_input(file, stack) if file is not None else None
@@ -5572,7 +5604,7 @@ def run_ledger(
                 ending = engine.run()
             finally:
                 workers.close()
-    return _summarize(ledger, ending, scope, file)
+    return _summarize(ledger, ending, scope, file, voice)
 
 
 def _display(voice: Voice) -> contextlib.AbstractContextManager[Callable[[Event], None]]:
@@ -5582,7 +5614,7 @@ def _display(voice: Voice) -> contextlib.AbstractContextManager[Callable[[Event]
         return contextlib.nullcontext(lambda event: None)
     if sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
         return LiveTable(make_console(stderr=True))
-    return PlainLog(_complain)
+    return PlainLog(voice.say)
 
 
 @contextlib.contextmanager
@@ -5617,16 +5649,16 @@ SUMMARY_ROWS = 10
 
 
 def _summarize(
-    ledger: Ledger, ending: Ending, scope: set[str] | None, file: str | None
+    ledger: Ledger, ending: Ending, scope: set[str] | None, file: str | None, voice: Voice
 ) -> tuple[Exit, dict[str, Any]]:
     """Say how the run ended, what still runs at Sume and what helps.
 
     Returns the exit code, and the facts of the last event.
     """
     totals = ledger.totals()
-    _complain(totals_text(totals))
+    voice.say(totals_text(totals))
     if ending.hits:
-        _complain(f"{ending.hits} known to Sume already by their keys; not bought again")
+        voice.say(f"{ending.hits} known to Sume already by their keys; not bought again")
     mine: Counter[Status] = Counter()
     named: dict[Status, list[str]] = {}
     outside = 0
@@ -5643,23 +5675,29 @@ def _summarize(
             why = job.job_id if job.status in OPEN else job.note or job.trouble
             told = job.row if job.status is Status.REVIEW else f"{job.row} ({why})"
             _name(named, group, told)
-    for status in (Status.REVIEW, Status.REJECTED, Status.FAILED, Status.EXPIRED):
+    for status in (Status.REVIEW, Status.REJECTED, Status.FAILED, Status.EXPIRED, Status.CANCELLED):
         if named.get(status):
-            _complain(f"{status}: {', '.join(named[status])}")
-    if mine[Status.REVIEW]:
-        _complain("sume-resume status ROW tells why a row needs review, and what settles it")
+            voice.say(f"{status}: {', '.join(named[status])}")
+    hints = {
+        Status.REVIEW: "sume-resume status ROW tells why a row needs review, and what settles it",
+        Status.REJECTED: "a rejected row was not bought: mend it, and run again with --replace",
+        Status.FAILED: "sume-resume retry --failed buys failed rows again",
+    }
+    for status, hint in hints.items():
+        if mine[status]:
+            voice.say(hint)
     if outside:
-        _complain(
+        voice.say(
             f"not sent, because they are not in {file}: {', '.join(named[Status.QUEUED])}"
             " (run without a file sends them)"
         )
     unfinished = sum(n for status, n in mine.items() if status not in FINAL | {Status.REVIEW})
     why = _why_unfinished(ending) if unfinished else ending.halt
     if unfinished:
-        _complain(f"unfinished rows: {unfinished} ({why})")
+        voice.say(f"unfinished rows: {unfinished} ({why})")
         if named.get(Status.PENDING):
-            _complain(f"still running at Sume, and paid for: {', '.join(named[Status.PENDING])}")
-        _complain("run the same command again to finish; nothing is bought twice")
+            voice.say(f"still running at Sume, and paid for: {', '.join(named[Status.PENDING])}")
+        voice.say("run the same command again to finish; nothing is bought twice")
     return _verdict(ending, mine), {
         "why": why,
         "by_status": {status: mine[status] for status in Status},
@@ -5706,6 +5744,7 @@ FORMATS = ("table", "json", "jsonl", "csv")
 
 @app.command(epilog="\b\n" + EXIT_CODES)
 def status(
+    ctx: typer.Context,
     rows: Annotated[
         list[str] | None,
         typer.Argument(
@@ -5727,14 +5766,14 @@ def status(
 
     Example: sume-resume status --format json | jq '.totals'
     """
+    voice, path = _begin(ctx, as_json, db)
     if format not in (None, *FORMATS):
         raise UsageError(f"--format: expected {', '.join(FORMATS)}, got '{inert(format, 40)}'")
     if as_json and format is not None:
         raise UsageError("--json writes events and --format another shape; leave one of them out")
     if watch and (rows or as_json or format not in (None, "table")):
         raise UsageError("--watch shows the table of all rows; leave ROW, --format and --json out")
-    voice = Voice(as_json)
-    with open_ledger(_ledger_path(db)) as ledger:
+    with open_ledger(path) as ledger:
         named = [ledger.find(row) for row in rows or []]
         totals = ledger.totals()
         if watch:
@@ -5746,7 +5785,7 @@ def status(
             _print_jobs(format, pairs, totals)
         elif named:
             cards = [job_card(_story(ledger, job)) for job in named]
-            print("\n\n".join("\n".join(card) for card in cards))
+            print("\n\n".join(voice.complete("\n".join(card)) for card in cards))
         else:
             _print_table(ledger.latest(), totals)
     voice.end(Exit.DONE, totals=totals_json(totals))
@@ -5850,7 +5889,7 @@ def _confirm(question: str, yes: bool) -> None:
     if yes:
         return
     if not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
-        why = "there is no terminal to ask on; add --yes to mean it. Nothing was changed"
+        why = "Add --yes to mean it: there is no terminal to ask on; nothing was changed"
         raise UsageError(f"{inert(question, 1000)} {why}")
     if not typer.confirm(inert(question, 1000), err=True):
         raise UsageError("nothing was changed")
@@ -5863,10 +5902,9 @@ def _list(jobs: Sequence[Job]) -> str:
     return ", ".join(names) + (f" and {more} more" if more else "")
 
 
-def _tell_rows(voice: Voice, jobs: Iterable[Job], words: str) -> None:
-    for job in jobs:
-        voice.say(f"row '{job.row}': {words.format(job=job)}")
-        voice.tell("row", **job_facts(job))
+def _tell_row(voice: Voice, before: Status | None, job: Job, words: str) -> None:
+    voice.say(f"row '{job.row}': {words}")
+    voice.tell("row", before=before, **job_facts(job))
 
 
 RowsArgument = Annotated[
@@ -5876,6 +5914,7 @@ RowsArgument = Annotated[
 
 @app.command(epilog="\b\n" + EXIT_CODES)
 def retry(
+    ctx: typer.Context,
     rows: RowsArgument = None,
     failed: Annotated[
         bool, _option("--failed", help="All rows that ended as failed or expired.")
@@ -5890,10 +5929,10 @@ def retry(
 
     Example: sume-resume retry --failed
     """
+    voice, path = _begin(ctx, as_json, db)
     if bool(rows) == failed:
         raise UsageError("name the rows to buy again, or give --failed")
-    voice = Voice(as_json)
-    with open_ledger(_ledger_path(db)) as ledger:
+    with open_ledger(path) as ledger:
         ended = (Status.FAILED, Status.EXPIRED)
         jobs = _named(ledger, rows or [])
         jobs += [job for status in ended if failed for job in ledger.with_status(status)]
@@ -5903,13 +5942,15 @@ def retry(
         now_ms = Clock().wall_ms()
         with ledger.transaction():
             again = [ledger.record_retried(job, now_ms) for job in jobs]
-        _tell_rows(voice, again, "attempt {job.attempt} is queued")
+        for job in again:
+            _tell_row(voice, None, job, f"attempt {job.attempt} is queued")
         voice.say("sume-resume run sends what is queued" if again else "no row has failed")
         voice.end(Exit.DONE, totals=totals_json(ledger.totals()))
 
 
 @app.command(epilog="\b\n" + EXIT_CODES)
 def cancel(
+    ctx: typer.Context,
     rows: RowsArgument = None,
     all: Annotated[bool, _option("--all", help="All rows that are queued or at Sume.")] = False,
     yes: YesOption = False,
@@ -5923,11 +5964,11 @@ def cancel(
 
     Example: sume-resume cancel harbour market
     """
+    voice, path = _begin(ctx, as_json, db)
     if bool(rows) == all:
         raise UsageError("name the rows to cancel, or give --all")
-    voice = Voice(as_json)
     with contextlib.ExitStack() as stack:
-        ledger = stack.enter_context(open_ledger(_ledger_path(db)))
+        ledger = stack.enter_context(open_ledger(path))
         can = (Status.QUEUED, *OPEN)
         jobs = _named(ledger, rows or [])
         jobs += [job for status in can if all for job in ledger.with_status(status)]
@@ -5942,7 +5983,8 @@ def cancel(
         now_ms, why = Clock().wall_ms(), "dropped by a person before it was bought"
         with ledger.transaction():
             dropped = [ledger.record_dropped(job, why, now_ms) for job in queued]
-        _tell_rows(voice, dropped, "dropped; it was not bought")
+        for job in dropped:
+            _tell_row(voice, Status.QUEUED, job, "dropped; it was not bought")
         refused = _ask_to_cancel(ledger, api, asked, voice) if api else 0
         totals = ledger.totals()
         for word in (Status.SENDING, Status.REVIEW):
@@ -5957,7 +5999,8 @@ def cancel(
 def _ask_to_cancel(ledger: Ledger, api: Sume, jobs: Sequence[Job], voice: Voice) -> int:
     """Ask Sume to cancel jobs, one after the other; return how many it refused."""
     refused = 0
-    for job, refusal in cancel_jobs(ledger, api, Clock(), jobs):
+    asked = zip(jobs, cancel_jobs(ledger, api, Clock(), jobs), strict=True)
+    for before, (job, refusal) in asked:
         if refusal:
             refused += 1
             words = f"not cancelled ({inert(refusal)}); it goes on, and is paid for"
@@ -5965,8 +6008,9 @@ def _ask_to_cancel(ledger: Ledger, api: Sume, jobs: Sequence[Job], voice: Voice)
             words = f"{job.status}"
         else:
             words = "Sume was asked to cancel it; sume-resume run reads how it ends"
-        voice.say(f"row '{job.row}': {words}")
-        voice.tell("row", **job_facts(job), refusal=refusal or None)
+        _tell_row(voice, before.status, job, words)
+        if refusal:
+            voice.tell("refused", row=job.row, job_id=job.job_id, why=refusal)
     return refused
 
 
@@ -5990,6 +6034,7 @@ def _client_for(ledger: Ledger) -> Iterator[Sume]:
 
 @app.command(epilog="\b\n" + EXIT_CODES)
 def resolve(
+    ctx: typer.Context,
     rows: RowsArgument = None,
     job_id: Annotated[
         str | None,
@@ -6009,13 +6054,13 @@ def resolve(
 
     Example: sume-resume resolve harbour --job-id job_54577a8cfdbd
     """
+    voice, path = _begin(ctx, as_json, db)
     ways = [job_id is not None, resend, drop]
     if not rows or sum(ways) != 1:
         raise UsageError("name the rows to settle, and one of --job-id ID, --resend and --drop")
     if job_id is not None and (len(rows) > 1 or not re.fullmatch(_JOB_ID, job_id)):
         raise UsageError("--job-id: expected the id of one job, for one row")
-    voice = Voice(as_json)
-    with open_ledger(_ledger_path(db)) as ledger:
+    with open_ledger(path) as ledger:
         jobs = _named(ledger, rows)
         _check_all(jobs, lambda job: resolve_refusal(job, resend))
         if job_id is not None:
@@ -6026,14 +6071,18 @@ def resolve(
             voice.say(f"{_list(jobs)}: bought again. {doubt}")
             with ledger.transaction():
                 again = [ledger.record_resent(job, Clock().wall_ms()) for job in jobs]
-            _tell_rows(voice, again, "attempt {job.attempt} is queued; sume-resume run sends it")
+            for job in again:
+                words = f"attempt {job.attempt} is queued; sume-resume run sends it"
+                _tell_row(voice, None, job, words)
         else:
             lost = "If Sume has a job for it, that was paid for, and is not named here."
             _confirm(f"Give up: {_list(jobs)}? {lost}", yes)
             why = "given up by a person; it may have been bought"
             with ledger.transaction():
                 dropped = [ledger.record_dropped(job, why, Clock().wall_ms()) for job in jobs]
-            _tell_rows(voice, dropped, "given up; what it may have cost stays unknown")
+            for job in dropped:
+                words = "given up; what it may have cost stays unknown"
+                _tell_row(voice, Status.REVIEW, job, words)
         voice.end(Exit.DONE, totals=totals_json(ledger.totals()))
 
 
@@ -6043,12 +6092,16 @@ def _resolve_as(ledger: Ledger, job: Job, job_id: str, yes: bool, voice: Voice) 
         reading = look_up(api, job.kind, job_id)
     _confirm(f"Row '{job.row}' is job {job_id}, which Sume calls {reading.word}?", yes)
     found = ledger.record_found(job, job_id, Clock().wall_ms())
-    _tell_rows(voice, [found], "is job {job.job_id}; sume-resume run reads it to its end")
+    words = f"is job {job_id}; sume-resume run reads it to its end"
+    _tell_row(voice, job.status, found, words)
 
 
 @app.command(epilog="\b\n" + EXIT_CODES)
 def backup(
-    file: Annotated[str, typer.Argument(help="The copy to make.", show_default=False)],
+    ctx: typer.Context,
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="The copy to make.", show_default=False)
+    ],
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -6058,11 +6111,10 @@ def backup(
 
     Example: sume-resume backup jobs-2026-11-29.db
     """
-    path = _ledger_path(db)
+    voice, path = _begin(ctx, as_json, db)
     with open_ledger(path) as ledger:
         ledger.copy_to(Path(file))
         totals = ledger.totals()
-    voice = Voice(as_json)
     voice.say(f"{file}: a copy of {path}, {_rows(totals.rows)}")
     voice.tell("backup", file=file, rows=totals.rows)
     voice.end(Exit.DONE, totals=totals_json(totals))

@@ -901,7 +901,7 @@ def test_broken_connection_setting_changes_nothing(shop: Shop, env: dict[str, st
 # -- help --
 
 
-COMMANDS = ["add", "run", "status"]
+COMMANDS = ["add", "backup", "cancel", "resolve", "retry", "run", "status"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

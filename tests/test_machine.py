@@ -161,7 +161,7 @@ class Life(RuleBasedStateMachine):
         except Killed:
             return
         with open_ledger(self.desk.path) as ledger_:
-            code, _ = sume_resume._summarize(ledger_, ending, None, None)
+            code, _ = sume_resume._summarize(ledger_, ending, None, None, sume_resume.Voice(False))
             left = {job.status for job in ledger_.latest()}
         # P6: 0 says that every row is completed, 1 that all are final, and nothing else does.
         assert (code is Exit.DONE) == (left == {Status.COMPLETED} and ending.halt is None)

@@ -172,7 +172,8 @@ def test_readme_names_every_command_and_flag(readme: str, command: str) -> None:
 
 def test_readme_names_no_flag_that_does_not_exist(readme: str) -> None:
     """Looks at what stands after the command's name, up to a pipe or a comment."""
-    own = {flag for command in commands() for flag in flags(command)} | {"--version", "--help"}
+    own = {flag for command in commands() for flag in flags(command)}
+    own |= {"--version", "--help", "--install-completion", "--show-completion"}
     texts = re.findall(r"sume-resume ([^|#\n]*)", readme)
     used = {flag for text in texts for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)}
     assert used <= own
