@@ -4822,6 +4822,37 @@ STAND_IN_QUEUE_S = 1.0
 STAND_IN_HINT_S = 1
 # A longer clip is refused, so that a rejected row can be tried too.
 STAND_IN_MAX_SECONDS = 60
+# In a drill a job takes so long, and a held answer is held so long.
+STAND_IN_QUICK_MS = 30
+STAND_IN_HOLD_S = 0.3
+
+
+class Fault(enum.StrEnum):
+    """What a row can ask of the stand-in by its field `stand_in`; each is played once a row."""
+
+    # The job is made, and the connection cut in place of the answer.
+    LOST = "lost answer"
+    # The connection is cut, and nothing is made.
+    RESET = "reset"
+    # The job is made, and the answer comes late.
+    HELD = "held answer"
+    # The job is made, and a proxy's error page is the answer.
+    PAGE = "error page"
+    RATE = "rate limit"
+    QUEUE = "queue full"
+    # The first read is answered with an error page.
+    READ = "bad read"
+    # The key stands for something else, however often it is asked.
+    CONFLICT = "conflict"
+
+
+class StandInReply(NamedTuple):
+    """An answer: JSON, or a page where `data` is text; without a code the connection is cut."""
+
+    code: int | None
+    data: Any = None
+    headers: Mapping[str, str] = MappingProxyType({})
+
 
 STAND_IN_SCHEMA = (
     """
@@ -4874,9 +4905,21 @@ class StandIn:
     process, as it does at the real service. It never forgets a key.
     """
 
-    def __init__(self, state: Path) -> None:
-        """Raises LedgerError when its state file cannot be used."""
+    def __init__(
+        self, state: Path, quick: bool = False, watch: Callable[[str], None] = lambda key: None
+    ) -> None:
+        """With `quick` a job takes milliseconds; `watch` is told the key of each submit.
+
+        Raises LedgerError when its state file cannot be used.
+        """
+        self._quick, self._watch = quick, watch
         self._lock = threading.Lock()
+        # Faults that were played, and those that jobs ask for when they are read.
+        self._played: set[str] = set()
+        self._unread: set[str] = set()
+        # Key and steady time of each submit, and keys that had another body before.
+        self.posts: list[tuple[str, float]] = []
+        self.mismatches: set[str] = set()
         try:
             self._db = sqlite3.connect(state, isolation_level=None, check_same_thread=False)
             for statement in STAND_IN_SCHEMA:
@@ -4896,40 +4939,62 @@ class StandIn:
         with self._lock:
             self._db.close()
 
-    def answer(self, method: str, path: str, key: str, body: bytes) -> tuple[int, dict[str, Any]]:
-        """Return status and JSON for a request; one at a time, like its database."""
+    def answer(self, method: str, path: str, key: str, body: bytes) -> StandInReply:
+        """Return the answer to a request; one at a time, like its database."""
         now = time.time_ns() // 1_000_000
+        submit = method == "POST" and path in ("/v1/videos", "/v1/images")
+        if submit:
+            self._watch(key)
         with self._lock:
-            if method == "POST" and path in ("/v1/videos", "/v1/images"):
+            if submit:
                 return self._submit("image" if path == "/v1/images" else "video", key, body, now)
             match = re.fullmatch(r"/v1/(?:videos|jobs)/(job_\w+)(/status|/result|/cancel)?", path)
             line = match and self._db.execute(STAND_IN_JOB, {"id": match[1]}).fetchone()
             if not match or not line:
-                return 404, _stand_in_error("not_found", "no such job")
+                return _stand_in_error(404, "not_found", "no such job")
             if method == "POST" and match[2] == "/cancel":
                 return self._cancel(match[1], line, now)
+            if match[1] in self._unread:
+                self._unread.discard(match[1])
+                return StandInReply(502, "<html>bad gateway</html>")
             return self._job(match[1], match[2] == "/result", line, now)
 
-    def _submit(self, kind: Kind, key: str, body: bytes, now: int) -> tuple[int, dict[str, Any]]:
-        sha256 = hashlib.sha256(body).hexdigest()
+    def _submit(self, kind: Kind, key: str, body: bytes, now: int) -> StandInReply:
+        self.posts.append((key, time.monotonic()))
+        sha256, row = hashlib.sha256(body).hexdigest(), json.loads(body)
         there = self._db.execute(STAND_IN_FIND, {"key": key}).fetchone()
         running = self._db.execute(STAND_IN_RUNNING, {"now": now}).fetchone()[0]
-        if there is None and running >= STAND_IN_CAPACITY:
-            return 429, _stand_in_error("queue_full", f"{running} jobs are running")
+        fault = None if key in self._played else row.get("stand_in")
+        self._played.add(key)
         if there is not None and there[1] != sha256:
-            return 409, _stand_in_error("idempotency_key_reused", "another body has this key")
-        if (json.loads(body).get("duration") or 0) > STAND_IN_MAX_SECONDS:
+            self.mismatches.add(key)
+        if row.get("stand_in") == Fault.CONFLICT or key in self.mismatches:
+            return _stand_in_error(409, "idempotency_key_reused", "another body has this key")
+        if fault == Fault.QUEUE or (there is None and running >= STAND_IN_CAPACITY):
+            return _stand_in_error(429, "queue_full", f"{running} jobs are running")
+        if fault == Fault.RATE:
+            reply = _stand_in_error(429, "rate_limit_exceeded", "slower")
+            return reply._replace(headers={"Retry-After": "1"})
+        if fault == Fault.RESET:
+            return StandInReply(None)
+        if (row.get("duration") or 0) > STAND_IN_MAX_SECONDS:
             limit = f"duration: at most {STAND_IN_MAX_SECONDS} seconds"
-            return 422, _stand_in_error("invalid_request", limit)
+            return _stand_in_error(422, "invalid_request", limit)
         id = there[0] if there else f"job_{hashlib.sha256(key.encode()).hexdigest()[:12]}"
         if there is None:
             self._accept(id, kind, key, body, sha256, now)
             running += 1
-        room = STAND_IN_CAPACITY - running
-        return 202, {
+        if fault == Fault.READ:
+            self._unread.add(id)
+        if fault == Fault.HELD:
+            time.sleep(STAND_IN_HOLD_S)
+        if fault in (Fault.LOST, Fault.PAGE):
+            return StandInReply(502 if fault == Fault.PAGE else None, "<html>bad gateway</html>")
+        answer = {
             "data": {"job": {"id": id, "status": "QUEUED"}, "idempotency_hit": bool(there)},
-            "generation_limits": {"queue_capacity_remaining": room},
+            "generation_limits": {"queue_capacity_remaining": STAND_IN_CAPACITY - running},
         }
+        return StandInReply(202, answer)
 
     def _accept(self, id: str, kind: Kind, key: str, body: bytes, sha256: str, now: int) -> None:
         asked = json.loads(body).get("duration")
@@ -4937,47 +5002,50 @@ class StandIn:
         video = kind == "video"
         cost = seconds * STAND_IN_VIDEO_MICROS_PER_S if video else STAND_IN_IMAGE_MICROS
         # Two to six seconds, told by the key: the same run looks the same again.
-        takes_ms = 2000 + int(sha256[:4], 16) % 4000
+        takes_ms = STAND_IN_QUICK_MS if self._quick else 2000 + int(sha256[:4], 16) % 4000
         facts = {"id": id, "key": key, "kind": kind, "sha256": sha256, "cost": cost, "now": now}
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
             self._db.execute(STAND_IN_ADD, facts | {"ends": now + takes_ms})
             self._db.execute(STAND_IN_CHARGE, {"id": id, "cost": cost, "now": now})
 
-    def _cancel(self, id: str, line: Any, now: int) -> tuple[int, dict[str, Any]]:
+    def _cancel(self, id: str, line: Any, now: int) -> StandInReply:
         """Cancel a job that still waits, and give its price back; later ones are refused."""
         _, cost, accepted, ends, cancelled = line
         if cancelled is not None or now >= ends:
-            return 409, _stand_in_error("job_not_cancelable", "it has ended")
+            return _stand_in_error(409, "job_not_cancelable", "it has ended")
         if now >= accepted + STAND_IN_QUEUE_S * 1000:
-            return 409, _stand_in_error("job_generation_already_started", "it is being made")
+            return _stand_in_error(409, "job_generation_already_started", "it is being made")
         facts = {"id": id, "cost": -cost, "now": now}
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
             for statement in (STAND_IN_CANCEL, STAND_IN_END, STAND_IN_CHARGE):
                 self._db.execute(statement, facts)
-        return 200, {"data": {"job_id": id, "status": "CANCELED", "canceled": True}}
+        done = {"data": {"job_id": id, "status": "CANCELED", "canceled": True}}
+        return StandInReply(200, done)
 
-    def _job(self, id: str, result: bool, line: Any, now: int) -> tuple[int, dict[str, Any]]:
+    def _job(self, id: str, result: bool, line: Any, now: int) -> StandInReply:
         kind, cost, accepted, ends, cancelled = line
         if cancelled is not None:
             usage = {"captured_usd_micros": cost, "refunded_usd_micros": cost, "status": "refunded"}
-            return 200, {"id": id, "status": "cancelled", "usage": usage}
+            return StandInReply(200, {"id": id, "status": "cancelled", "usage": usage})
         if now < ends:
             if result:
-                return 409, _stand_in_error("job_not_completed", "it is still running")
-            queued = now < accepted + STAND_IN_QUEUE_S * 1000
+                return _stand_in_error(409, "job_not_completed", "it is still running")
+            queued = not self._quick and now < accepted + STAND_IN_QUEUE_S * 1000
+            hint = {} if self._quick else {"next_poll_after_seconds": STAND_IN_HINT_S}
             status = "pending" if queued else "in_progress"
-            return 200, {"id": id, "status": status, "next_poll_after_seconds": STAND_IN_HINT_S}
+            return StandInReply(200, {"id": id, "status": status, **hint})
         name = f"{id}.mp4" if kind == "video" else f"{id}.png"
         url = f"https://media.invalid/artifacts/{name}"
         usage = {"cost": cost / 1_000_000, "captured_usd_micros": cost, "status": "captured"}
         artifacts = {"result": {"artifacts": [{"url": url}]}} if result else {}
-        return 200, {"id": id, "status": "completed", "usage": usage, "url": url} | artifacts
+        done = {"id": id, "status": "completed", "usage": usage, "url": url}
+        return StandInReply(200, done | artifacts)
 
 
-def _stand_in_error(code: str, message: str) -> dict[str, Any]:
-    return {"error": {"code": code, "message": f"stand-in: {message}"}}
+def _stand_in_error(status: int, code: str, message: str) -> StandInReply:
+    return StandInReply(status, {"error": {"code": code, "message": f"stand-in: {message}"}})
 
 
 def _stand_in_server(stand_in: StandIn) -> ThreadingHTTPServer:
@@ -5002,10 +5070,16 @@ def _stand_in_server(stand_in: StandIn) -> ThreadingHTTPServer:
                 self.close_connection = True
                 return
             key = self.headers.get("Idempotency-Key") or ""
-            code, data = stand_in.answer(self.command, self.path, key, body)
-            text = json.dumps(data).encode()
-            self.send_response(code)
-            self.send_header("Content-Type", "application/json")
+            reply = stand_in.answer(self.command, self.path, key, body)
+            if reply.code is None:
+                self.close_connection = True
+                return
+            page = isinstance(reply.data, str)
+            text = reply.data.encode() if page else json.dumps(reply.data).encode()
+            self.send_response(reply.code)
+            for name, value in reply.headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Type", "text/html" if page else "application/json")
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
             self.wfile.write(text)

@@ -315,7 +315,7 @@ def test_dry_run_writes_nothing_and_asks_nobody(shop: Shop) -> None:
 
 def test_dry_run_of_a_ledger_changes_no_byte_of_it(shop: Shop) -> None:
     shop.server.submits.append(Reply(422, error("bad")))
-    shop.run(shop.rows(*clips(4)), "--limit", "2")
+    shop.run(shop.rows(*clips(4)), "--limit", "2", "--concurrency", "2")
     shop.rows({"id": "r1", "prompt": "mended."}, *clips(4)[1:3], {"id": "new", "prompt": "new."})
     before, requests = shop.files(), len(shop.server.requests)
     refused = shop.invoke("run", "clips.jsonl", "--dry-run")
