@@ -297,6 +297,10 @@ class RowChanged(SumeResumeError):
 
     exit_code = Exit.USAGE
 
+    def __init__(self, row: str, why: str) -> None:
+        self.row, self.why = row, why
+        super().__init__(f"row '{row}' {why}")
+
 
 # --- text --------------------------------------------------------------------
 # Text from outside is data: it moves no cursor and carries no secret.
@@ -566,11 +570,6 @@ class Totals:
     @property
     def final(self) -> int:
         return sum(self.by_status[status] for status in FINAL)
-
-    def become(self, fresh: Totals) -> None:
-        """Take over the numbers of a fresh count."""
-        for name in self.__slots__:
-            setattr(self, name, getattr(fresh, name))
 
     def move(self, before: Job, after: Job) -> None:
         """Follow one change of one attempt."""
@@ -1013,7 +1012,7 @@ class Outcome(NamedTuple):
 
 
 _IN_FLIGHT = r"(?i)in_?progress|in_?flight|in_?use|concurren|being_processed"
-_KEY_CONFLICT = r"(?i)idempot|key_(re)?use|mismatch"
+_KEY_CONFLICT = r"(?i)idempot|key_(re)?use|(key|payload|body|request|parameters?)_?mismatch"
 _POLICY = r"(?i)polic|moderat|content|safety|nsfw|prohibit|copyright|model"
 _CREDITS = r"(?i)credit|balance|billing|payment"
 _ROUTE = r"(?i)route|endpoint|path|method"
@@ -1022,7 +1021,7 @@ _ROUTE = r"(?i)route|endpoint|path|method"
 def outcome_of(answer: Reply | Failure) -> Outcome:
     """Classify the answer to a submit (the table of POST outcomes, faults.md 2)."""
     if isinstance(answer, Failure):
-        return _outcome_of_failure(answer)
+        return _MISSED[answer.miss]._replace(trouble=answer.text)
     error = error_of(answer.data)
     code = error.code if error else ""
     text = describe(answer)
@@ -1037,25 +1036,25 @@ def outcome_of(answer: Reply | Failure) -> Outcome:
             return _stop(Halt.SUBMITS, f"{text}; add credits at Sume, then run again")
         case 429:
             full = Pause.QUEUE if "queue" in code.lower() else Pause.RATE
-            return Outcome(landing=Landing.NOT_LANDED, trouble=text, pause=full, **waits)
+            return Outcome(Landing.NOT_LANDED, text, pause=full, **waits)
         case 401:
             return _stop(Halt.EVERYTHING, f"{text}; check SUME_API_KEY")
         case 403 if error and re.search(_POLICY, code):
-            return Outcome(landing=Landing.REFUSED, trouble=text)
+            return Outcome(Landing.REFUSED, text)
         case 403:
             return _stop(Halt.EVERYTHING, f"{text}; the key has no access, or a proxy refused")
         case 404 | 410 if error and code and not re.search(_ROUTE, code):
-            return Outcome(landing=Landing.REFUSED, trouble=text, stray=True)
+            return Outcome(Landing.REFUSED, text, stray=True)
         case 404 | 405 | 410:
             return _stop(Halt.EVERYTHING, f"{text}; check SUME_API_BASE_URL")
         case 409:
             busy = bool(re.search(_IN_FLIGHT, code))
             landing = Landing.UNKNOWN if busy else Landing.CONFLICT
-            return Outcome(landing=landing, trouble=text, **waits)
+            return Outcome(landing, text, **waits)
         case 400 | 422 if re.search(_KEY_CONFLICT, code):
-            return Outcome(landing=Landing.CONFLICT, trouble=text)
+            return Outcome(Landing.CONFLICT, text)
         case 400 | 413 | 415 | 422:
-            return Outcome(landing=Landing.REFUSED, trouble=text)
+            return Outcome(Landing.REFUSED, text)
         case status if 300 <= status < 400:
             return _stop(Halt.EVERYTHING, f"{text}, a redirect; check SUME_API_BASE_URL")
         case status if 200 <= status < 300:
@@ -1064,49 +1063,34 @@ def outcome_of(answer: Reply | Failure) -> Outcome:
             known = status in (408, 425) or status >= 500
             final = error is not None and not error.retryable
             return Outcome(
-                landing=Landing.UNKNOWN,
-                trouble=text,
-                pause=Pause.RATE,
-                doubtful=not known or final,
-                **waits,
+                Landing.UNKNOWN, text, pause=Pause.RATE, doubtful=not known or final, **waits
             )
 
 
 def _stop(halt: Halt, trouble: str) -> Outcome:
-    return Outcome(landing=Landing.NOT_LANDED, halt=halt, trouble=trouble)
+    return Outcome(Landing.NOT_LANDED, halt=halt, trouble=trouble)
 
 
-def _outcome_of_failure(failure: Failure) -> Outcome:
-    text = failure.text
-    match failure.miss:
-        case Miss.NOT_SENT:
-            return Outcome(landing=Landing.NOT_LANDED, trouble=text, pause=Pause.OFFLINE)
-        case Miss.STALE:
-            return Outcome(landing=Landing.STALE, trouble=text, pause=Pause.RATE)
-        case Miss.SETTINGS:
-            return _stop(Halt.EVERYTHING, text)
-        case Miss.UNKNOWN:
-            return Outcome(landing=Landing.UNKNOWN, trouble=text, pause=Pause.RATE)
-        case _:
-            assert_never(failure.miss)
+_MISSED: Mapping[Miss, Outcome] = {
+    Miss.NOT_SENT: Outcome(Landing.NOT_LANDED, pause=Pause.OFFLINE),
+    Miss.STALE: Outcome(Landing.STALE, pause=Pause.RATE),
+    Miss.SETTINGS: Outcome(Landing.NOT_LANDED, halt=Halt.EVERYTHING),
+    Miss.UNKNOWN: Outcome(Landing.UNKNOWN, pause=Pause.RATE),
+}
 
 
 def _outcome_of_success(reply: Reply, text: str, waits: dict[str, Any]) -> Outcome:
     job_id = job_id_of(reply.data)
     if job_id is None:
         return Outcome(
-            landing=Landing.UNKNOWN,
-            trouble=f"{text}, without a job id",
-            doubtful=True,
-            stray=True,
-            **waits,
+            Landing.UNKNOWN, f"{text}, without a job id", doubtful=True, stray=True, **waits
         )
     inner = unwrap(reply.data)
     limits = inner.get("generation_limits") or _dig(reply.data, "generation_limits")
     room = _dig(limits, "queue_capacity_remaining")
     hit = inner.get("idempotency_hit", _dig(reply.data, "idempotency_hit"))
     return Outcome(
-        landing=Landing.ACCEPTED,
+        Landing.ACCEPTED,
         job_id=job_id,
         hit=hit is True,
         room=room if isinstance(room, int) and not isinstance(room, bool) else None,
@@ -1115,26 +1099,15 @@ def _outcome_of_success(reply: Reply, text: str, waits: dict[str, Any]) -> Outco
 
 
 # sume-api.md 1.4: both planes' words, those of older generations, and `aborted`.
-STATUS_WORDS: Mapping[str, Status] = {
-    "pending": Status.PENDING,
-    "queued": Status.PENDING,
-    "in_queue": Status.PENDING,
-    "in_progress": Status.IN_PROGRESS,
-    "processing": Status.IN_PROGRESS,
-    "running": Status.IN_PROGRESS,
-    "completed": Status.COMPLETED,
-    "complete": Status.COMPLETED,
-    "success": Status.COMPLETED,
-    "succeeded": Status.COMPLETED,
-    "ready": Status.COMPLETED,
-    "failed": Status.FAILED,
-    "error": Status.FAILED,
-    "errored": Status.FAILED,
-    "aborted": Status.FAILED,
-    "cancelled": Status.CANCELLED,
-    "canceled": Status.CANCELLED,
-    "expired": Status.EXPIRED,
+_WORDS = {
+    Status.PENDING: "pending queued in_queue",
+    Status.IN_PROGRESS: "in_progress processing running",
+    Status.COMPLETED: "completed complete success succeeded ready",
+    Status.FAILED: "failed error errored aborted",
+    Status.CANCELLED: "cancelled canceled",
+    Status.EXPIRED: "expired",
 }
+STATUS_WORDS = {word: status for status, words in _WORDS.items() for word in words.split()}
 
 
 class Said(enum.Enum):
@@ -1195,7 +1168,7 @@ def reading_of(answer: Reply | Failure, asked: str, of_result: bool = False) -> 
             )
         case 409 if error and "not_completed" in error.code:
             return Reading(said=Said.NOT_READY, trouble=text)
-        case status if of_result and 300 <= status < 500:
+        case status if of_result and 300 <= status < 500 and status not in (408, 425):
             return Reading(said=Said.GONE, trouble=text)
         case 401 | 403:
             return Reading(said=Said.HALTED, trouble=f"{text}; check SUME_API_KEY")
@@ -1431,8 +1404,10 @@ def resolve_refusal(job: Job, resend: bool) -> str | None:
     """Say why there is nothing to resolve about a row, None where there is."""
     if job.status is Status.REVIEW or (resend and job.dropped_in_doubt):
         return None
+    row = shell_word(job.row)
+    if job.dropped_in_doubt:
+        return f"was dropped; sume-resume resolve --resend {row} buys it again, and may pay twice"
     if job.status in FINAL:
-        row = shell_word(job.row)
         helps = "" if job.status is Status.COMPLETED else f"; sume-resume retry {row} buys it again"
         return f"is {job.status}, so there is nothing to settle{helps}"
     return f"is {job.status}, so there is nothing to settle; sume-resume run goes on with it"
@@ -1489,9 +1464,9 @@ def read_rows(stream: BinaryIO, name: str, defaults: Defaults, log: InputLog) ->
             continue
         own_id = row.get("id")
         own = {k: v for k, v in row.items() if k != "id" and not _unset(k, v)}
-        bad = [name for name, value in own.items() if _unusable(name) or _unusable(value)]
-        for name in bad:
-            log.add(place, f"{inert(name, 60)}: {_UNUSABLE}")
+        bad = [key for key, value in own.items() if _unusable(key) or _unusable(value)]
+        for key in bad:
+            log.add(place, f"{inert(key, 60)}: {_UNUSABLE}")
         if bad:
             continue
         text = canonical(own)
@@ -2464,18 +2439,15 @@ class Ledger:
             yield
             self._commit()
         except BaseException:
-            self._rollback()
+            # After a full disk SQLite has rolled back by itself.
+            if self._db.in_transaction:
+                self._execute(SQL_ROLLBACK)
             raise
         finally:
             self._in_transaction = False
 
     def _commit(self) -> None:
         self._execute(SQL_COMMIT)
-
-    def _rollback(self) -> None:
-        # After a full disk SQLite has rolled back by itself.
-        if self._db.in_transaction:
-            self._execute(SQL_ROLLBACK)
 
     # -- reading --
 
@@ -2666,23 +2638,12 @@ class Ledger:
     def _add(self, row: NewRow, attempt: int, namespace: str, now_ms: int, why: str) -> bool:
         key = idempotency_key(namespace, row.kind, row.row, row.body, attempt)
         cursor = self._execute(
-            SQL_ADD,
-            row=row.row,
-            attempt=attempt,
-            key=key,
-            kind=row.kind,
-            model=row.model,
-            duration_s=row.duration_s,
-            own=row.own,
-            body=row.body,
-            source=row.source,
-            status=Status.QUEUED,
-            now=now_ms,
+            SQL_ADD, **row._asdict(), attempt=attempt, key=key, status=Status.QUEUED, now=now_ms
         )
         if not cursor.rowcount:
             return False
         job = cast(int, cursor.lastrowid)
-        self._event(now_ms, job, "added", None, Status.QUEUED, why)
+        self._event(Recorded(0, now_ms, job, "added", None, Status.QUEUED, why))
         return True
 
     # -- recording what a person decides --
@@ -2692,19 +2653,9 @@ class Ledger:
         key = idempotency_key(self._namespace(), row.kind, row.row, row.body, job.attempt)
         with self.transaction():
             detail = f"now from {row.source}; was from {job.source}, with key {job.key}"
-            same = self._change(job, "replaced", now_ms, detail=detail)
+            same = self._change(job, "replaced", now_ms, detail)
             self._execute(
-                SQL_REPLACE,
-                id=same.id,
-                expected=Status.QUEUED,
-                key=key,
-                kind=row.kind,
-                model=row.model,
-                duration_s=row.duration_s,
-                own=row.own,
-                body=row.body,
-                source=row.source,
-                now=now_ms,
+                SQL_REPLACE, **row._asdict(), id=same.id, expected=same.status, key=key, now=now_ms
             )
 
     def record_retried(self, job: Job, now_ms: int, row: NewRow | None = None) -> Job:
@@ -2718,7 +2669,7 @@ class Ledger:
             if job.status is Status.QUEUED:
                 old = self._drop(job, "retried", why, now_ms)
             else:
-                old = self._change(job, "retried", now_ms, detail=why)
+                old = self._change(job, "retried", now_ms, why)
             return self._next_attempt(old, row or new_row_of(old), now_ms)
 
     def record_resent(self, job: Job, now_ms: int) -> Job:
@@ -2731,7 +2682,7 @@ class Ledger:
             old = self._drop(job, "resent", why, now_ms)
             return self._next_attempt(old, new_row_of(old), now_ms)
 
-    def record_dropped(self, job: Job, why: str, now_ms: int) -> Job:
+    def record_dropped(self, job: Job, now_ms: int, why: str) -> Job:
         """A person gave it up: it ends as cancelled, and is never sent again."""
         return self._drop(job, "dropped", why, now_ms)
 
@@ -2746,34 +2697,21 @@ class Ledger:
                 whose = f"row '{there.row}' (attempt {there.attempt})"
                 raise UsageError(f"row '{job.row}': job {job_id} belongs to {whose} already")
             was = f" (was {job.job_id})" if job.job_id not in (None, job_id) else ""
-            return self._change(
-                job,
-                "found",
-                now_ms,
-                detail=job_id + was,
-                status=Status.PENDING,
-                job_id=job_id,
-                accepted_at=now_ms,
-                next_poll_at=now_ms,
-                trouble=None,
-                note=None,
-            )
+            return self._open(job, "found", job_id, was, now_ms, now_ms)
 
     def record_cancel_asked(self, job: Job, refusal: str, now_ms: int) -> Job:
         """Sume was asked to cancel it, and refused or did not; it is due to be read."""
         detail = f"{job.job_id}: {refusal}" if refusal else job.job_id
-        return self._change(job, "cancel_asked", now_ms, detail=detail, next_poll_at=now_ms)
+        return self._change(job, "cancel_asked", now_ms, detail, next_poll_at=now_ms)
 
     def _drop(self, job: Job, event: str, why: str, now_ms: int) -> Job:
         if job.status is Status.CANCELLED:
-            return self._change(job, event, now_ms, detail=why)
-        return self._change(
-            job, event, now_ms, detail=why, status=Status.CANCELLED, note=why, finished_at=now_ms
-        )
+            return self._change(job, event, now_ms, why)
+        return self._change(job, event, now_ms, why, status=Status.CANCELLED, note=why)
 
     def _next_attempt(self, old: Job, row: NewRow, now_ms: int) -> Job:
         if self._execute(SQL_RETIRE, id=old.id, expected=old.status).rowcount != 1:
-            raise RowChanged(f"row '{old.row}' has another attempt already")
+            raise RowChanged(old.row, "has another attempt already")
         attempt = old.attempt + 1
         self._add(row, attempt, self._namespace(), now_ms, f"{row.source}, as attempt {attempt}")
         new = self.job_of_row(old.row)
@@ -2824,18 +2762,15 @@ class Ledger:
             return self.record_review(
                 job, f"Sume answered with job {job_id}, which row '{there.row}' already has", now_ms
             )
-        return self._change(
-            job,
-            "accepted",
-            now_ms,
-            detail=job_id + (" (known to Sume already)" if hit else ""),
-            status=Status.PENDING,
-            job_id=job_id,
-            accepted_at=now_ms,
-            next_poll_at=next_poll_at,
-            trouble=None,
-            note=None,
-        )
+        known = " (known to Sume already)" if hit else ""
+        return self._open(job, "accepted", job_id, known, now_ms, next_poll_at)
+
+    def _open(
+        self, job: Job, event: str, job_id: str, how: str, now_ms: int, next_poll_at: int
+    ) -> Job:
+        opened: dict[str, Any] = {"job_id": job_id, "accepted_at": now_ms, "note": None}
+        opened |= {"status": Status.PENDING, "next_poll_at": next_poll_at, "trouble": None}
+        return self._change(job, event, now_ms, job_id + how, **opened)
 
     def record_late_id(self, job: Job, job_id: str, now_ms: int) -> Job:
         """A job id came home after its row had moved on; it is kept whatever the row is.
@@ -2848,41 +2783,29 @@ class Ledger:
             return current
         detail = f"late answer named job {job_id}"
         if current.job_id is None and there is None:
-            return self._change(current, "late_id", now_ms, detail=detail, job_id=job_id)
+            return self._change(current, "late_id", now_ms, detail, job_id=job_id)
         if there is not None:
             detail += f", which row '{there.row}' has"
         if current.job_id is not None:
             detail += f" beside job {current.job_id}"
         if current.status in FINAL:
-            return self._change(current, "late_id", now_ms, detail=detail)
+            return self._change(current, "late_id", now_ms, detail)
         return self.record_review(current, detail, now_ms)
 
     def record_rejected(self, job: Job, why: str, now_ms: int) -> Job:
         """Sume refused what it asks, and no send of it can have made a job."""
-        return self._change(
-            job, "rejected", now_ms, status=Status.REJECTED, note=why, finished_at=now_ms
-        )
+        return self._change(job, "rejected", now_ms, status=Status.REJECTED, note=why)
 
     def record_review(self, job: Job, why: str, now_ms: int) -> Job:
         """Only a person can tell what it is worth; the note says why, and what leads out."""
         note = f"{quiet(why)}; {way_out(job)}"
-        return self._change(
-            job, "review", now_ms, detail=why, status=Status.REVIEW, note=note, next_poll_at=None
-        )
+        return self._change(job, "review", now_ms, why, status=Status.REVIEW, note=note)
 
     def record_status(self, job: Job, reading: Reading, now_ms: int, next_poll_at: int) -> Job:
         """Sume is working on it, as far as its last word goes."""
         status = reading.status if reading.status in OPEN else Status.IN_PROGRESS
         return self._change(
-            job,
-            "status",
-            now_ms,
-            detail=reading.word,
-            status=status,
-            sume_status=reading.word,
-            next_poll_at=next_poll_at,
-            trouble=None,
-            cost=reading.cost,
+            job, "status", now_ms, status=status, next_poll_at=next_poll_at, reading=reading
         )
 
     def record_final(
@@ -2890,19 +2813,7 @@ class Ledger:
     ) -> Job:
         """Sume's last word, its cost and its files; a final status never changes again."""
         with self.transaction():
-            done = self._change(
-                job,
-                "final",
-                now_ms,
-                detail=reading.word,
-                status=status,
-                sume_status=reading.word,
-                finished_at=now_ms,
-                next_poll_at=None,
-                trouble=None,
-                note=note,
-                cost=reading.cost,
-            )
+            done = self._change(job, "final", now_ms, status=status, note=note, reading=reading)
             self._execute(SQL_DROP_OUTPUTS, job=job.id)
             for position, url in enumerate(reading.urls):
                 self._execute(SQL_ADD_OUTPUT, job=job.id, position=position, url=url)
@@ -2914,7 +2825,7 @@ class Ledger:
             job,
             "poll_error",
             now_ms,
-            detail=trouble,
+            trouble,
             poll_errors=job.poll_errors + 1,
             trouble=trouble,
             next_poll_at=next_poll_at,
@@ -2925,9 +2836,9 @@ class Ledger:
         job: Job,
         event: str,
         now_ms: int,
-        *,
         detail: str | None = None,
-        cost: Cost | None = None,
+        *,
+        reading: Reading | None = None,
         **changes: object,
     ) -> Job:
         """Record one fact about an attempt that is still in the status that `job` shows.
@@ -2936,53 +2847,34 @@ class Ledger:
         """
         with self.transaction():
             current = self.job(job.id)
-            if cost is not None:
-                changes |= _cost_changes(current, cost)
+            if reading is not None:
+                changes |= {"sume_status": reading.word, "trouble": None}
+                changes |= _cost_changes(current, reading.cost)
+                detail = reading.word
             after = current._replace(**cast("dict[str, Any]", changes), updated_at=now_ms)
+            if after.status not in OPEN:
+                after = after._replace(next_poll_at=None)
+            if after.status in FINAL - {current.status}:
+                after = after._replace(finished_at=now_ms)
             legal = after.status is current.status or (after.status in TRANSITIONS[current.status])
             if current.status is not job.status or not legal:
-                raise RowChanged(
-                    f"row '{job.row}' is {current.status} by now, not {job.status}; nothing was"
-                    " changed"
-                )
+                why = f"is {current.status} by now, not {job.status}; nothing was changed"
+                raise RowChanged(job.row, why)
             if current.cost_micros not in (None, after.cost_micros):
                 was, now = show_usd(current.cost_micros), show_usd(after.cost_micros)
                 detail = f"{detail or ''} (cost was ${was}, is ${now})".strip()
-            values = {name: getattr(after, name) for name in _MUTABLE}
-            cursor = self._execute(SQL_CHANGE, **values, id=job.id, expected=current.status)
+            cursor = self._execute(SQL_CHANGE, **after._asdict(), expected=current.status)
             if cursor.rowcount != 1:
-                raise RowChanged(f"row '{job.row}' was changed by another process")
+                raise RowChanged(job.row, "was changed by another process")
             if event != "status" or _said(current) != _said(after):
-                why = cast("str | None", changes.get("trouble", changes.get("note")))
-                self._event(now_ms, job.id, event, current.status, after.status, detail or why)
+                detail = detail or cast("str | None", changes.get("trouble", changes.get("note")))
+                moved = (current.status, after.status)
+                self._event(Recorded(0, now_ms, job.id, event, *moved, detail))
         return after
 
-    def _event(
-        self,
-        at_ms: int,
-        job: int,
-        event: str,
-        before: Status | None,
-        after: Status,
-        detail: str | None,
-    ) -> None:
-        self._execute(
-            SQL_EVENT,
-            at=at_ms,
-            job=job,
-            event=event,
-            before=before,
-            after=after,
-            detail=detail and quiet(detail),
-        )
-
-
-# What a fact may change; the rest of an attempt is fixed when it is made.
-_MUTABLE = (
-    "status", "job_id", "sume_status", "cost_micros", "cost_state", "usage", "tries",
-    "first_sent_at", "accepted_at", "finished_at", "next_poll_at", "poll_errors", "trouble",
-    "note", "updated_at",
-)  # fmt: skip
+    def _event(self, fact: Recorded) -> None:
+        detail = fact.detail and quiet(fact.detail)
+        self._execute(SQL_EVENT, **fact._replace(detail=detail)._asdict())
 
 
 def _said(job: Job) -> tuple[object, ...]:
@@ -3853,7 +3745,8 @@ class Engine:
                 continue
             del self._flying[call.job.id]
             if call.errand is Errand.SUBMIT:
-                self._ledger.record_unclaimed(call.job, call.before, now_ms)
+                back = self._ledger.record_unclaimed(call.job, call.before, now_ms)
+                self._changed(call.job, back, now_ms)
 
     # -- claiming --
 
@@ -3992,7 +3885,7 @@ class Engine:
             elif meaning.job_id is not None:
                 self._record_late(call, meaning.job_id, now_ms)
         except RowChanged as exc:
-            self._tell(str(exc), call.job.row)
+            self._tell(exc.why, exc.row)
             # What is shown and counted of it is out of date.
             self._loaded_s = float("-inf")
             if isinstance(meaning, Outcome) and meaning.job_id is not None:
@@ -4101,7 +3994,8 @@ class Engine:
             self._stop_for(Halt.SUBMITS, f"{trouble} ({outcome.trouble}); check SUME_API_BASE_URL")
 
     def _stop_for(self, halt: Halt, trouble: str) -> None:
-        if self._halt is None or self._halt[0] is Halt.SUBMITS:
+        worse = halt is Halt.EVERYTHING and self._halt is not None
+        if self._halt is None or (worse and self._halt[0] is Halt.SUBMITS):
             self._halt = (halt, trouble)
             self._tell(trouble)
 
@@ -4219,7 +4113,7 @@ class Engine:
         self._loaded_s = now_s
         fresh = self._ledger.totals()
         if fresh != self._totals:
-            self._totals.become(fresh)
+            self._totals = fresh
             self._untold.append(Recounted(self._totals, self._active(), now_ms))
 
     def _deadline_passed(self) -> bool:
@@ -4409,14 +4303,9 @@ def _totals_parts(totals: Totals) -> Iterator[tuple[str, str]]:
         if totals.by_status[status]:
             yield f"{totals.by_status[status]} {status}", STYLES[status]
     spent, unknown = spent_usd(totals), totals.cost_unknown_rows
-    rest = f"{unknown} of unknown cost"
-    match spent is not None, unknown > 0:
-        case True, True:
-            yield f"spent ${spent} + {rest}", "yellow"
-        case True, False:
-            yield f"spent ${spent}", ""
-        case _:
-            yield f"spent: {rest}", "yellow"
+    money = [f"${spent}"] if spent is not None else []
+    money += [f"{unknown} of unknown cost"] if unknown or spent is None else []
+    yield f"spent{'' if spent else ':'} {' + '.join(money)}", "yellow" if unknown else ""
 
 
 def totals_text(totals: Totals) -> str:
@@ -4684,10 +4573,29 @@ def totals_json(totals: Totals) -> dict[str, Any]:
     }
 
 
-CSV_COLUMNS = (
-    "row", "key", "job_id", "kind", "model", "duration", "prompt", "status", "sume_status",
-    "cost_usd", "attempt", "note", "urls",
-)  # fmt: skip
+# What programs read of an attempt, by name.
+_FACTS: Mapping[str, Callable[[Job], Any]] = {
+    "row": lambda job: job.row,
+    "key": lambda job: job.key,
+    "job_id": lambda job: job.job_id,
+    "kind": lambda job: job.kind,
+    "model": lambda job: job.model,
+    "duration": lambda job: job.duration_s,
+    "prompt": lambda job: job.prompt,
+    "status": lambda job: job.status,
+    "sume_status": lambda job: job.sume_status,
+    "cost_usd": lambda job: show_usd(job.cost_micros),
+    "attempt": lambda job: job.attempt,
+    "note": lambda job: job.note or job.trouble,
+}
+CSV_COLUMNS = (*_FACTS, "urls")
+_EVENT_FACTS = ("row", "attempt", "status", "job_id", "cost_usd", "note")
+
+
+def job_json(job: Job, outputs: Sequence[Output]) -> dict[str, Any]:
+    """Return all that `status` prints of a row."""
+    facts = {name: read(job) for name, read in _FACTS.items()}
+    return facts | {"outputs": [output._asdict() for output in outputs]}
 
 
 def csv_cells(job: Job, outputs: Sequence[Output]) -> list[str]:
@@ -4704,14 +4612,8 @@ def attempts_json(story: Story) -> list[dict[str, Any]]:
         | {
             "key": attempt.key,
             "history": [
-                {
-                    "at_ms": fact.at,
-                    "event": fact.event,
-                    "before": fact.before,
-                    "after": fact.after,
-                    "detail": fact.detail,
-                }
-                for fact in history
+                {"at_ms": at, "event": event, "before": before, "after": after, "detail": detail}
+                for _, at, _, event, before, after, detail in history
             ],
         }
         for attempt, history in story.attempts
@@ -4720,15 +4622,7 @@ def attempts_json(story: Story) -> list[dict[str, Any]]:
 
 def job_facts(job: Job) -> dict[str, Any]:
     """Return what an event says of an attempt."""
-    return {
-        "row": job.row,
-        "attempt": job.attempt,
-        "status": job.status,
-        "job_id": job.job_id,
-        "cost_usd": show_usd(job.cost_micros),
-        "note": job.note or job.trouble,
-        "at_ms": job.updated_at,
-    }
+    return {name: _FACTS[name](job) for name in _EVENT_FACTS} | {"at_ms": job.updated_at}
 
 
 class JsonLog:
@@ -4787,28 +4681,6 @@ def plan_lines(
         yield f"would not be sent, because they are not in the file: {len(outside)}"
 
 
-def job_json(job: Job, outputs: Sequence[Output]) -> dict[str, Any]:
-    """Return all that `status` prints of a row."""
-    return {
-        "row": job.row,
-        "key": job.key,
-        "job_id": job.job_id,
-        "kind": job.kind,
-        "model": job.model,
-        "duration": job.duration_s,
-        "prompt": job.prompt,
-        "status": job.status,
-        "sume_status": job.sume_status,
-        "cost_usd": show_usd(job.cost_micros),
-        "attempt": job.attempt,
-        "note": job.note or job.trouble,
-        "outputs": [
-            {"url": out.url, "path": out.path, "sha256": out.sha256, "bytes": out.bytes}
-            for out in outputs
-        ],
-    }
-
-
 # --- stand-in ----------------------------------------------------------------
 # A small Sume on loopback: real sockets, keys remembered, jobs that take seconds, costs
 # from a price table. It needs no API key and spends nothing.
@@ -4822,6 +4694,9 @@ STAND_IN_QUEUE_S = 1.0
 STAND_IN_HINT_S = 1
 # A longer clip is refused, so that a rejected row can be tried too.
 STAND_IN_MAX_SECONDS = 60
+# A job takes so long, and up to so much longer.
+STAND_IN_LEAST_MS = 2000
+STAND_IN_SPREAD_MS = 4000
 # In a drill a job takes so long, and a held answer is held so long.
 STAND_IN_QUICK_MS = 30
 STAND_IN_HOLD_S = 0.3
@@ -5001,8 +4876,9 @@ class StandIn:
         seconds = asked if isinstance(asked, int) else 5
         video = kind == "video"
         cost = seconds * STAND_IN_VIDEO_MICROS_PER_S if video else STAND_IN_IMAGE_MICROS
-        # Two to six seconds, told by the key: the same run looks the same again.
-        takes_ms = STAND_IN_QUICK_MS if self._quick else 2000 + int(sha256[:4], 16) % 4000
+        # Told by the body: the same run looks the same again.
+        takes_ms = STAND_IN_LEAST_MS + int(sha256[:4], 16) % STAND_IN_SPREAD_MS
+        takes_ms = STAND_IN_QUICK_MS if self._quick else takes_ms
         facts = {"id": id, "key": key, "kind": kind, "sha256": sha256, "cost": cost, "now": now}
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
@@ -5106,7 +4982,7 @@ def stand_in_state(ledger: Path) -> Path:
 
 
 # A command of ours within a text.
-_COMMAND = r"\bsume-resume (?:run|status|retry|cancel|resolve)\b(?! --db)"
+_COMMAND = r"\bsume-resume (run|add|status|retry|cancel|resolve|backup)\b"
 
 
 class Voice:
@@ -5114,19 +4990,30 @@ class Voice:
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
-        self._db = ""
+        self._flags = self._run_flags = ""
 
-    def about(self, ledger: Path) -> None:
+    def about(self, ledger: Path, simulated: bool = False) -> None:
         """Name this ledger in the commands that are said, unless they find it by themselves."""
-        if str(ledger) != (os.environ.get("SUME_RESUME_DB") or DEFAULT_LEDGER):
-            self._db = f" --db {shell_word(str(ledger))}"
+        import shlex
+
+        named = f" --db {shlex.quote(str(ledger))}"
+        found = os.environ.get("SUME_RESUME_DB")
+        self._flags = "" if str(ledger) == (found or DEFAULT_LEDGER) else named
+        self._run_flags = self._flags
+        if simulated:
+            usual = str(ledger) == (found or DEFAULT_SIMULATED_LEDGER)
+            self._run_flags = " --simulate" + ("" if usual else named)
 
     def say(self, text: str) -> None:
         _complain(self.complete(text))
 
     def complete(self, text: str) -> str:
         """Return text in which the commands that a person may copy name the ledger."""
-        return re.sub(_COMMAND, lambda match: match[0] + self._db, text)
+
+        def named(match: re.Match[str]) -> str:
+            return match[0] + (self._run_flags if match[1] == "run" else self._flags)
+
+        return re.sub(_COMMAND, named, text)
 
     def tell(self, type: str, **facts: object) -> None:
         """Write an event. A reader that left (| head) is no reason to stop."""
@@ -5178,13 +5065,12 @@ class ErrorBoundary(TyperGroup):
 def _fail(ctx: Any, text: str, code: Exit) -> NoReturn:
     """End a command with an error: one line, and with --json two events."""
     voice: Voice = ctx.obj or Voice(False)
-    if code is Exit.INTERRUPTED:
-        # The terminal has written ^C, or stands behind a question.
-        text = f"\n{text}" if sys.stderr.isatty() else text
+    if code is not Exit.INTERRUPTED:
+        voice.say(f"error: {text}")
     else:
-        text = f"error: {text}"
-    voice.say(text)
-    voice.tell("error", text=voice.complete(text.removeprefix("error: ").strip()))
+        # The terminal has written ^C, or stands behind a question.
+        voice.say(f"\n{text}" if sys.stderr.isatty() else text)
+    voice.tell("error", text=voice.complete(text))
     voice.end(code)
 
 
@@ -5319,8 +5205,15 @@ def _begin(
     path = Path(db or (DEFAULT_SIMULATED_LEDGER if simulate else DEFAULT_LEDGER))
     voice = cast(Voice, ctx.obj)
     voice.as_json = as_json
-    voice.about(path)
+    voice.about(path, simulate)
     return voice, path
+
+
+def _open(voice: Voice, path: Path) -> Ledger:
+    """Open the ledger of a command, and let what is said be about it."""
+    ledger = open_ledger(path)
+    voice.about(path, ledger.meta("origin") == STAND_IN)
+    return ledger
 
 
 def _defaults(
@@ -5340,7 +5233,8 @@ def _defaults(
     values |= {n: v for n, v in (("model", model), ("duration", duration)) if v is not None}
     for name, value in (values | ({"kind": kind} if kind is not None else {})).items():
         if expected := _expected(name, value):
-            raise UsageError(f"--{name}: expected {expected}, got {_shown(value)}")
+            flag = f"--set {name}" if name == "mode" else f"--{name}"
+            raise UsageError(f"{flag}: expected {expected}, got {_shown(value)}")
         if _unusable(value):
             raise UsageError(f"--set {inert(name, 60)}: {_UNUSABLE}")
     return Defaults(cast("Kind | None", kind), values, take)
@@ -5847,7 +5741,7 @@ def status(
         raise UsageError("--json writes events and --format another shape; leave one of them out")
     if watch and (rows or as_json or format not in (None, "table")):
         raise UsageError("--watch shows the table of all rows; leave ROW, --format and --json out")
-    with open_ledger(path) as ledger:
+    with _open(voice, path) as ledger:
         named = [ledger.find(row) for row in rows or []]
         totals = ledger.totals()
         if watch:
@@ -5954,8 +5848,8 @@ def _check_all(jobs: Sequence[Job], refusal: Callable[[Job], str | None]) -> Non
     said = [(job.row, refusal(job)) for job in jobs]
     problems = [f"row '{row}' {why}" for row, why in said if why]
     if problems:
-        problems = [*problems[:MAX_INPUT_ERRORS], "nothing was changed"]
-        raise InputError(problems, len([why for _, why in said if why]) + 1)
+        shown = problems[:MAX_INPUT_ERRORS]
+        raise InputError(["nothing was changed:", *shown], len(problems) + 1)
 
 
 def _confirm(question: str, yes: bool) -> None:
@@ -6006,7 +5900,7 @@ def retry(
     voice, path = _begin(ctx, as_json, db)
     if bool(rows) == failed:
         raise UsageError("name the rows to buy again, or give --failed")
-    with open_ledger(path) as ledger:
+    with _open(voice, path) as ledger:
         ended = (Status.FAILED, Status.EXPIRED)
         jobs = _named(ledger, rows or [])
         jobs += [job for status in ended if failed for job in ledger.with_status(status)]
@@ -6042,7 +5936,7 @@ def cancel(
     if bool(rows) == all:
         raise UsageError("name the rows to cancel, or give --all")
     with contextlib.ExitStack() as stack:
-        ledger = stack.enter_context(open_ledger(path))
+        ledger = stack.enter_context(_open(voice, path))
         can = (Status.QUEUED, *OPEN)
         jobs = _named(ledger, rows or [])
         jobs += [job for status in can if all for job in ledger.with_status(status)]
@@ -6056,7 +5950,7 @@ def cancel(
             _confirm(f"{' and '.join(parts).capitalize()}?", yes)
         now_ms, why = Clock().wall_ms(), "dropped by a person before it was bought"
         with ledger.transaction():
-            dropped = [ledger.record_dropped(job, why, now_ms) for job in queued]
+            dropped = [ledger.record_dropped(job, now_ms, why) for job in queued]
         for job in dropped:
             _tell_row(voice, Status.QUEUED, job, "dropped; it was not bought")
         refused = _ask_to_cancel(ledger, api, asked, voice) if api else 0
@@ -6077,7 +5971,7 @@ def _ask_to_cancel(ledger: Ledger, api: Sume, jobs: Sequence[Job], voice: Voice)
     for before, (job, refusal) in asked:
         if refusal:
             refused += 1
-            words = f"not cancelled ({inert(refusal)}); it goes on, and is paid for"
+            words = f"not cancelled ({inert(refusal)}); what Sume is making is paid for"
         elif job.status in FINAL:
             words = f"{job.status}"
         else:
@@ -6134,7 +6028,7 @@ def resolve(
         raise UsageError("name the rows to settle, and one of --job-id ID, --resend and --drop")
     if job_id is not None and (len(rows) > 1 or not re.fullmatch(_JOB_ID, job_id)):
         raise UsageError("--job-id: expected the id of one job, for one row")
-    with open_ledger(path) as ledger:
+    with _open(voice, path) as ledger:
         jobs = _named(ledger, rows)
         _check_all(jobs, lambda job: resolve_refusal(job, resend))
         if job_id is not None:
@@ -6153,7 +6047,7 @@ def resolve(
             _confirm(f"Give up: {_list(jobs)}? {lost}", yes)
             why = "given up by a person; it may have been bought"
             with ledger.transaction():
-                dropped = [ledger.record_dropped(job, why, Clock().wall_ms()) for job in jobs]
+                dropped = [ledger.record_dropped(job, Clock().wall_ms(), why) for job in jobs]
             for job in dropped:
                 words = "given up; what it may have cost stays unknown"
                 _tell_row(voice, Status.REVIEW, job, words)
@@ -6186,7 +6080,7 @@ def backup(
     Example: sume-resume backup jobs-2026-11-29.db
     """
     voice, path = _begin(ctx, as_json, db)
-    with open_ledger(path) as ledger:
+    with _open(voice, path) as ledger:
         ledger.copy_to(Path(file))
         totals = ledger.totals()
     voice.say(f"{file}: a copy of {path}, {_rows(totals.rows)}")
