@@ -75,6 +75,7 @@ from typing import (
     NamedTuple,
     NoReturn,
     Protocol,
+    TextIO,
     assert_never,
     cast,
 )
@@ -195,6 +196,8 @@ APPLICATION_ID = 0x53755265
 
 # The scheduler looks up at least so often: rows may be added beside it.
 TICK_S = 1.0
+# Counts are taken anew so soon after another process wrote; a million rows take 0.1 s.
+RECOUNT_S = 2.0
 REDRAW_S = 0.25
 HEARTBEAT_S = 30.0
 TOTALS_RELOAD_S = 30.0
@@ -219,8 +222,8 @@ class Exit(enum.IntEnum):
 
 EXIT_CODES = """\
 Exit codes:
-  0  every row is completed
-  1  all rows final, some not completed
+  0  every row is completed; of other commands: done
+  1  all rows final, some not completed; of cancel: some were not
   2  usage or input error; nothing was changed
   3  unfinished: a deadline or limit ended the run; run again
   4  rows need review
@@ -290,6 +293,14 @@ class LedgerError(SumeResumeError):
 
 class LedgerBusy(LedgerError):
     """Another process is writing to the ledger."""
+
+
+class Stopped(BaseException):
+    """A signal that ends a command; a run hears signals by itself."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+        super().__init__(signum)
 
 
 class RowChanged(SumeResumeError):
@@ -495,17 +506,17 @@ class Job(NamedTuple):
         return (
             self.cost_micros is None
             and self.first_sent_at is not None
-            and self.status is not Status.REJECTED
+            and (self.status is not Status.REJECTED or self.job_id is not None)
         )
 
     @property
-    def dropped_in_doubt(self) -> bool:
-        """Whether a person gave it up while nobody knew if Sume has a job for it."""
-        return (
-            self.status is Status.CANCELLED
-            and self.first_sent_at is not None
-            and self.job_id is None
-        )
+    def in_doubt(self) -> bool:
+        """Whether it is final here, but Sume may have a job for it, or may still make one."""
+        if self.status is Status.REJECTED:
+            # A late answer named a job after all.
+            return self.job_id is not None
+        by_sume = (self.sume_status or "").lower().startswith("cancel")
+        return self.status is Status.CANCELLED and self.first_sent_at is not None and not by_sume
 
 
 class NewRow(NamedTuple):
@@ -1131,6 +1142,8 @@ class Reading(NamedTuple):
     """What the answer to a read says about a job."""
 
     said: Said
+    # A pause that a broken server asks for, and no limit of ours.
+    broken: bool = False
     # The word as Sume wrote it, and what it maps to; None for a word nobody knows.
     word: str = ""
     status: Status | None = None
@@ -1163,9 +1176,9 @@ def reading_of(answer: Reply | Failure, asked: str, of_result: bool = False) -> 
         case 200 | 201 | 202 | 203 | 206:
             return _reading_of_job(answer, asked, text, of_result)._replace(allowance=left)
         case 429 | 503:
-            return Reading(
-                said=Said.PAUSED, trouble=text, pause=Pause.RATE, retry_after_s=wait, allowance=left
-            )
+            more: dict[str, Any] = {"retry_after_s": wait, "allowance": left}
+            broken = answer.code == 503
+            return Reading(Said.PAUSED, broken, trouble=text, pause=Pause.RATE, **more)
         case 409 if error and "not_completed" in error.code:
             return Reading(said=Said.NOT_READY, trouble=text)
         case status if of_result and 300 <= status < 500 and status not in (408, 425):
@@ -1331,15 +1344,18 @@ def poll_wait_s(wait_s: float, rng: random.Random) -> float:
     return wait_s * rng.uniform(1.0, 1.0 + POLL_JITTER)
 
 
+NO_ANSWER = "no answer came"
+
+
 def cancel_refusal(answer: Reply | Failure) -> str:
     """Say why Sume does not cancel a job (sume-api.md 1.3), or nothing where it does.
 
     Raises AccountError for an answer that no other job's request would change.
     """
     if isinstance(answer, Failure):
-        if answer.miss is Miss.SETTINGS:
-            raise AccountError(answer.text)
-        return answer.text
+        if answer.miss in (Miss.SETTINGS, Miss.NOT_SENT):
+            raise AccountError(f"Sume cannot be reached: {answer.text}")
+        return f"{NO_ANSWER} ({answer.text})"
     error, text = error_of(answer.data), describe(answer)
     if answer.code == 401 or (answer.code == 403 and error is None):
         raise AccountError(f"{text}; check SUME_API_KEY")
@@ -1353,11 +1369,13 @@ def cancel_refusal(answer: Reply | Failure) -> str:
 
 def way_out(job: Job) -> str:
     """Return the commands that settle a row in review."""
-    row = shell_word(job.row)
-    there = "to read its job again" if job.job_id else "if its job is in Sume's list"
+    if job.job_id:
+        first, other = f"to read job {job.job_id} again", "or"
+    else:
+        first, other = "if its job is in Sume's list", "if not"
     return (
-        f"{there}: sume-resume resolve --job-id {job.job_id or 'ID'} {row}; if not, in place"
-        " of --job-id: --resend (buys it again) or --drop (gives it up)"
+        f"{first}: sume-resume resolve --job-id {job.job_id or 'ID'} {shell_word(job.row)};"
+        f" {other}, in place of --job-id: --resend (buys it again) or --drop (gives it up)"
     )
 
 
@@ -1379,14 +1397,16 @@ def retry_refusal(job: Job, has_result: bool) -> str | None:
             return f"needs review first: {way_out(job)}"
         case Status.COMPLETED if has_result:
             return "is completed; for another clip give it a new id, or use --take"
-        case Status.CANCELLED if job.dropped_in_doubt:
-            row = shell_word(job.row)
-            return (
-                "was dropped while nobody knew if Sume has a job for it;"
-                f" sume-resume resolve --resend {row} buys it again, and may pay twice"
-            )
         case _:
-            return None
+            return _doubt(job) if job.in_doubt else None
+
+
+def _doubt(job: Job) -> str:
+    row = shell_word(job.row)
+    return (
+        f"is {job.status}, but Sume may have a job for it; sume-resume resolve --resend {row}"
+        " buys it again, and may pay twice"
+    )
 
 
 def cancel_row_refusal(job: Job) -> str | None:
@@ -1402,11 +1422,11 @@ def cancel_row_refusal(job: Job) -> str | None:
 
 def resolve_refusal(job: Job, resend: bool) -> str | None:
     """Say why there is nothing to resolve about a row, None where there is."""
-    if job.status is Status.REVIEW or (resend and job.dropped_in_doubt):
+    if job.status is Status.REVIEW or (resend and job.in_doubt):
         return None
+    if job.in_doubt:
+        return _doubt(job)
     row = shell_word(job.row)
-    if job.dropped_in_doubt:
-        return f"was dropped; sume-resume resolve --resend {row} buys it again, and may pay twice"
     if job.status in FINAL:
         helps = "" if job.status is Status.COMPLETED else f"; sume-resume retry {row} buys it again"
         return f"is {job.status}, so there is nothing to settle{helps}"
@@ -1732,7 +1752,11 @@ def _header_flaw(header: Sequence[str]) -> str | None:
     twice = [name for name, n in Counter(header).items() if n > 1]
     if twice:
         return f"the column '{inert(twice[0], 60)}' is there twice"
-    return None if "prompt" in header else "expected a header line with a column 'prompt'"
+    if "prompt" in header:
+        return None
+    if len(header) == 1 and re.search("[;\t]", header[0]):
+        return "expected cells that are separated by commas"
+    return f"expected a header line with a column 'prompt', got {_shown(', '.join(header))}"
 
 
 def _csv_row(header: Sequence[str], cells: Sequence[str]) -> dict[str, Any] | str:
@@ -1811,7 +1835,7 @@ def fate_of(there: Job, row: NewRow, replace: bool) -> Fate | str:
     fate = None
     if there.status is Status.QUEUED:
         fate = Fate.REPLACE
-    elif there.status in FINAL and there.status is not Status.COMPLETED:
+    elif there.status in FINAL and there.status is not Status.COMPLETED and not there.in_doubt:
         fate = Fate.BUY_AGAIN
     if fate is not None:
         return fate if replace else f"{problem}; {helps}, or use --replace"
@@ -2047,7 +2071,7 @@ class Pacing:
             ("offline", self.offline),
             ("rate limit", self.submit_rate),
             ("full queue", self.queue),
-            ("read limit", self.read_rate),
+            ("a pause of reads", self.read_rate),
         )
         for name, gate in gates:
             if gate.until_s > now_s:
@@ -2163,6 +2187,8 @@ SQL_BEGIN = "BEGIN IMMEDIATE"
 SQL_COMMIT = "COMMIT"
 SQL_ROLLBACK = "ROLLBACK"
 SQL_VERSION = "PRAGMA user_version"
+# A number that changes when another connection has written.
+SQL_DATA_VERSION = "PRAGMA data_version"
 SQL_QUICK_CHECK = "PRAGMA quick_check(1)"
 
 SQL_META = "SELECT value FROM meta WHERE name = :name"
@@ -2257,7 +2283,7 @@ SQL_COUNTS = "SELECT status, count(*) FROM jobs WHERE latest = 1 GROUP BY status
 SQL_MONEY = """
     SELECT coalesce(sum(cost_micros), 0),
            coalesce(sum(cost_micros IS NULL AND first_sent_at IS NOT NULL
-                        AND status <> :rejected), 0),
+                        AND (status <> :rejected OR job_id IS NOT NULL)), 0),
            count(cost_micros)
     FROM jobs
 """
@@ -2317,6 +2343,22 @@ class Added:
     existing: int = 0
     replaced: int = 0
     rows: set[str] = field(default_factory=set)
+
+
+# Ends of the names of files that stand beside a ledger for a while.
+_SIDE_FILES = ("-journal", "-wal", "-shm", ".lock", ".new")
+
+
+def check_new_name(path: Path) -> None:
+    """Refuse a name at which a new ledger would not last. Raises UsageError, LedgerError."""
+    if path.name.endswith(_SIDE_FILES):
+        raise UsageError(f"{path}: is a name of a file beside a ledger; choose another")
+    journal = Path(f"{path}-journal")
+    if journal.exists():
+        raise LedgerError(
+            f"{journal}: was left by a kill and belongs to a ledger that is gone; SQLite would"
+            " roll it into a new one. Put the ledger back, or move this file away"
+        )
 
 
 class Ledger:
@@ -2487,6 +2529,8 @@ class Ledger:
 
         Raises UsageError where none or several fit.
         """
+        if re.search(_BAD_BYTES, name):
+            raise UsageError(f"{self.path}: no row or job '{inert(name, 60)}'")
         found = self._jobs(SQL_JOB_OF_ROW, row=name) or self._jobs(SQL_HOLDER, job_id=name)
         if not found and name:
             end = name + chr(sys.maxunicode)
@@ -2524,6 +2568,10 @@ class Ledger:
         counts = Counter({Status(s): n for s, n in self._all(SQL_COUNTS)})
         return Totals(counts, *self._one(SQL_MONEY, rejected=Status.REJECTED))
 
+    def data_version(self) -> int:
+        """Return a number that changes when another connection has written."""
+        return cast(int, self._one(SQL_DATA_VERSION)[0])
+
     def ever_sent(self) -> bool:
         return self._one(SQL_EVER_SENT) is not None
 
@@ -2554,6 +2602,7 @@ class Ledger:
             if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
                 raise LedgerBusy(f"{self.path}: another process is writing to it; try again")
 
+        check_new_name(path)
         if os.path.lexists(path):
             raise UsageError(f"{path}: is there already, and is not replaced; name another file")
         try:
@@ -2626,7 +2675,7 @@ class Ledger:
         """Yield the rows of an input that `record_added` would make or change; write nothing."""
         for row in rows:
             there = self.job_of_row(row.row)
-            fate = fate_of(there, row, replace) if there else Fate.REPLACE
+            fate = fate_of(there, row, replace) if there is not None else None
             if isinstance(fate, str):
                 log.add(row.source, fate)
             elif fate is not Fate.SAME:
@@ -2850,9 +2899,10 @@ class Ledger:
             if reading is not None:
                 changes |= {"sume_status": reading.word, "trouble": None}
                 changes |= _cost_changes(current, reading.cost)
-                detail = reading.word
+                note = cast("str | None", changes.get("note"))
+                detail = f"{reading.word}: {note}" if note else reading.word
             after = current._replace(**cast("dict[str, Any]", changes), updated_at=now_ms)
-            if after.status not in OPEN:
+            if after.status not in {current.status, *OPEN}:
                 after = after._replace(next_poll_at=None)
             if after.status in FINAL - {current.status}:
                 after = after._replace(finished_at=now_ms)
@@ -2917,12 +2967,7 @@ def create_ledger(path: Path, namespace: str, fill: Callable[[Ledger], Added]) -
     new = path.with_name(f".{path.name}.new")
     if path.is_symlink():
         raise LedgerError(f"{path}: is a link to a file that is not there")
-    journal = Path(f"{path}-journal")
-    if journal.exists():
-        raise LedgerError(
-            f"{journal}: was left by a kill and belongs to a ledger that is gone; SQLite would"
-            " roll it into a new one. Put the ledger back, or move this file away"
-        )
+    check_new_name(path)
     try:
         for left in (new, new.with_name(f"{new.name}-journal")):
             left.unlink(missing_ok=True)
@@ -3068,7 +3113,7 @@ def account_from(environ: Mapping[str, str]) -> Account:
 
     key = environ.get("SUME_API_KEY", "").strip()
     if not key:
-        raise UsageError("SUME_API_KEY is not set; export it, or try without one: run --simulate")
+        raise UsageError("SUME_API_KEY is not set; export it (only --simulate needs none)")
     if not re.fullmatch(r"[\x21-\x7e]{1,500}", key):
         raise UsageError("SUME_API_KEY holds a space or a character that no key has")
     mode = environ.get("SUME_API_AUTH_MODE", "").strip().lower() or "bearer"
@@ -3125,6 +3170,7 @@ class Sume:
             "Accept": "application/json",
             "Accept-Encoding": "identity",
         }
+        self._host = httpx.URL(account.base_url).netloc.decode()
         # Loopback is reached directly: a proxy would get the key in clear.
         trust = not is_loopback(httpx.URL(account.base_url).host)
 
@@ -3144,11 +3190,22 @@ class Sume:
         self._reader.close()
         self._submitter.close()
 
-    def hide(self, text: str) -> str:
+    def _hide(self, text: str) -> str:
         """Take the key out of a text: a server may echo it, also with JSON's escapes."""
         for form in (self._account.api_key, json.dumps(self._account.api_key)[1:-1]):
             text = text.replace(form, "[key]")
         return text
+
+    def _scrub(self, data: Any) -> Any:
+        """Take the key out of an answer, before any of it is cut or kept."""
+        match data:
+            case str():
+                return self._hide(data)
+            case list():
+                return [self._scrub(item) for item in data]
+            case dict():
+                return {self._hide(name): self._scrub(value) for name, value in data.items()}
+        return data
 
     def submit(
         self, kind: Kind, key: str, body: bytes, held: Callable[[], bool]
@@ -3213,12 +3270,13 @@ class Sume:
                         return Failure(Miss.UNKNOWN, f"an answer over {MAX_ANSWER_BYTES} bytes")
                     if self._clock.awake_s() > limit_s:
                         return Failure(Miss.UNKNOWN, f"no whole answer in {deadline_s:.0f} s")
-                return parse_reply(response.status_code, response.headers, bytes(body))
+                reply = parse_reply(response.status_code, response.headers, bytes(body))
+                return reply._replace(data=self._scrub(reply.data))
         except _Held:
             return Failure(Miss.STALE, "held back: the key is too old to be sent")
         except Exception as exc:
             failure = classify(exc)
-            return Failure(failure.miss, quiet(self.hide(failure.text)))
+            return Failure(failure.miss, quiet(f"{self._hide(failure.text)} ({self._host})"))
 
 
 def classify(exc: Exception) -> Failure:
@@ -3345,25 +3403,11 @@ def perform(api: Sume, call: Call, clock: Clock) -> Answer:
                 meaning = reading_of(api.result(asked), asked, of_result=True)
             case _:
                 assert_never(call.errand)
-        return Answer(call, _hidden(meaning, api.hide))
+        return Answer(call, meaning)
     except Exception as exc:
         # One odd answer must not end the run, nor touch another row.
         text = f"the answer could not be read ({type(exc).__name__})"
         return no_answer(call, text, doubtful=True)
-
-
-def _hidden(meaning: Outcome | Reading, hide: Callable[[str], str]) -> Outcome | Reading:
-    """Take the key out of all text that an answer brought, once it is read."""
-    if isinstance(meaning, Outcome):
-        return meaning._replace(trouble=hide(meaning.trouble))
-    cost = meaning.cost._replace(raw=meaning.cost.raw and hide(meaning.cost.raw))
-    return meaning._replace(
-        trouble=hide(meaning.trouble),
-        word=hide(meaning.word),
-        error=hide(meaning.error),
-        urls=tuple(hide(url) for url in meaning.urls),
-        cost=cost,
-    )
 
 
 def no_answer(call: Call, text: str, miss: Miss = Miss.UNKNOWN, doubtful: bool = False) -> Answer:
@@ -3472,106 +3516,135 @@ class Workers:
             api.close()
 
 
+def check_account(ledger: Ledger, account: Account, adopt: bool = False) -> None:
+    """Raise AccountError, with nothing changed, where an account must not use a ledger.
+
+    A key found under another account would be a new purchase, and a job would not be found
+    there. What was simulated once can never buy anything.
+    """
+    origin, known = ledger.meta("origin"), ledger.meta("key_fingerprint")
+    if origin not in (None, account.origin):
+        simulated = origin == STAND_IN or (account.origin == STAND_IN and ledger.ever_sent())
+        if simulated or ledger.ever_accepted():
+            helps = ", or run it with --simulate" if origin == STAND_IN else ""
+            raise AccountError(
+                f"{ledger.path}: belongs to {origin}, and this command is for {account.origin};"
+                f" nothing was changed; use another --db{helps}"
+            )
+    elif known not in (None, _fingerprint(ledger, account)) and ledger.ever_sent() and not adopt:
+        raise AccountError(
+            f"{ledger.path}: was used with another API key; nothing was changed. If this key is"
+            " of the same account (a rotated key), say so once: run with --adopt-account"
+        )
+
+
+def _fingerprint(ledger: Ledger, account: Account) -> str:
+    return account.fingerprint(ledger.meta("salt") or "")
+
+
 def admit(ledger: Ledger, account: Account, adopt: bool, now_ms: int) -> None:
     """Check that this account may use this ledger, and remember it.
 
-    A key found under another account would be a new purchase, and a job would not be
-    found there. Raises AccountError, with nothing changed.
+    Raises AccountError, with nothing changed.
     """
-    fingerprint = account.fingerprint(ledger.meta("salt") or "")
     with ledger.transaction():
-        origin, known = ledger.meta("origin"), ledger.meta("key_fingerprint")
+        check_account(ledger, account, adopt)
+        origin = ledger.meta("origin")
         if origin not in (None, account.origin):
-            real_ledger = account.origin == STAND_IN and ledger.ever_sent()
-            if ledger.ever_accepted() or real_ledger:
-                helps = "run it with --simulate" if origin == STAND_IN else "use another --db"
-                raise AccountError(
-                    f"{ledger.path}: its jobs are at {origin}, and this run is for"
-                    f" {account.origin}; nothing was sent; {helps}"
-                )
             for job in ledger.with_status(Status.SENDING):
                 why = f"it may have been sent to {origin}, and this run is for {account.origin}"
                 ledger.record_review(job, why, now_ms)
-        elif known not in (None, fingerprint) and ledger.ever_sent() and not adopt:
-            raise AccountError(
-                f"{ledger.path}: was used with another API key; nothing was sent. If this key"
-                " is of the same account (a rotated key), run again with --adopt-account"
-            )
-        ledger.record_account(account.origin, fingerprint)
+        ledger.record_account(account.origin, _fingerprint(ledger, account))
 
 
-def vouch(ledger: Ledger, account: Account) -> None:
-    """Check that jobs of this ledger can be asked for under this account, and change nothing.
-
-    Raises AccountError.
-    """
-    origin, known = ledger.meta("origin"), ledger.meta("key_fingerprint")
-    if origin != account.origin:
-        raise AccountError(
-            f"{ledger.path}: its jobs are at {origin}, and SUME_API_BASE_URL names"
-            f" {account.origin}; nothing was changed"
-        )
-    if known != account.fingerprint(ledger.meta("salt") or ""):
-        raise AccountError(
-            f"{ledger.path}: was used with another API key; nothing was changed. If this key is"
-            " of the same account (a rotated key), say so once: sume-resume run --adopt-account"
-        )
-
-
-def look_up(api: Sume, kind: Kind, job_id: str) -> Reading:
+def look_up(ledger: Ledger, api: Sume, account: Account, kind: Kind, job_id: str) -> Reading:
     """Read a job that a person names. Raises UsageError when Sume does not know it.
 
-    Raises AccountError when no answer says whether it does.
+    Raises AccountError when no answer says whether it does, or another account would be asked.
     """
+    check_account(ledger, account)
+    if ledger.meta("origin") != account.origin:
+        raise AccountError(
+            f"{ledger.path}: its rows were sent to {ledger.meta('origin')}, and SUME_API_BASE_URL"
+            f" names {account.origin}; nothing was changed"
+        )
     reading = reading_of(api.read(kind, job_id), job_id)
-    trouble = api.hide(reading.trouble)
     if reading.said is Said.GONE:
-        raise UsageError(f"Sume does not know the {kind} job {job_id} ({trouble})")
+        raise UsageError(f"Sume does not know the {kind} job {job_id} ({reading.trouble})")
     if reading.said is not Said.STATUS:
-        raise AccountError(f"job {job_id} could not be read ({trouble}); nothing was changed")
+        raise AccountError(
+            f"job {job_id} could not be read ({reading.trouble}); nothing was changed"
+        )
     return reading
 
 
-def cancel_job(ledger: Ledger, api: Sume, clock: Clock, job: Job) -> tuple[Job, str]:
-    """Ask Sume not to make a job, and record what it says and how the job ended, if it has.
+class Wish(NamedTuple):
+    """What became of the wish to cancel a job."""
 
-    Returns the attempt as it is now, and why Sume refused, if it did. A row that stays
-    open is read to its end by the next run. Raises AccountError, and RowChanged when a run
-    recorded something else meanwhile.
+    before: Job
+    job: Job
+    # Why it is not, or may not be, cancelled; empty where it is, or Sume took the wish.
+    refusal: str
+
+
+# A wish that is turned away by a rate limit is said again so often.
+CANCEL_TRIES = 3
+
+
+def cancel_jobs(ledger: Ledger, api: Sume, clock: Clock, jobs: Iterable[Job]) -> Iterator[Wish]:
+    """Ask Sume not to make jobs, at the pace of the write budget; say what became of each.
+
+    Raises AccountError where no further wish would be heard either.
     """
-    assert job.job_id is not None
-    refusal = api.hide(cancel_refusal(api.cancel(job.job_id)))
-    asked = ledger.record_cancel_asked(job, refusal, clock.wall_ms())
-    if refusal:
-        return asked, refusal
-    reading = reading_of(api.read(job.kind, job.job_id), job.job_id)
-    reading = cast(Reading, _hidden(reading, api.hide))
-    ended = reading.status in FINAL and reading.status is not Status.COMPLETED
-    if reading.said is not Said.STATUS or reading.status is None or not ended:
-        return asked, ""
-    note = f"Sume says: {reading.error}" if reading.error else None
-    return ledger.record_final(asked, reading.status, reading, note, clock.wall_ms()), ""
+    import random
 
-
-def cancel_jobs(
-    ledger: Ledger, api: Sume, clock: Clock, jobs: Iterable[Job]
-) -> Iterator[tuple[Job, str]]:
-    """Ask Sume to cancel jobs, at the pace of the write budget.
-
-    Yields each attempt as it is afterwards, and why it was not cancelled, where it was not.
-    """
-    budget = Budget(WRITES_PER_MINUTE)
+    budget, rng = Budget(WRITES_PER_MINUTE), random.Random()
     last = ledger.pace("writes")
     if last is not None:
         budget.seed(clock.awake_s(), (clock.wall_ms() - last) / 1000)
+
+    def ask(job_id: str) -> Reply | Failure:
+        for step in count(1):
+            clock.sleep(max(0.0, budget.ready_s - clock.awake_s()))
+            budget.take(clock.awake_s())
+            ledger.record_pace("writes", clock.wall_ms())
+            answer = api.cancel(job_id)
+            if isinstance(answer, Failure) or answer.code not in (429, 503) or step == CANCEL_TRIES:
+                return answer
+            asked_s = retry_after_s(answer.headers) or 0.0
+            clock.sleep(max(asked_s, backoff_s(step, rng, BACKOFF_CAP_S)))
+        raise AssertionError("count() has no end")
+
     for job in jobs:
-        clock.sleep(max(0.0, budget.ready_s - clock.awake_s()))
-        budget.take(clock.awake_s())
-        ledger.record_pace("writes", clock.wall_ms())
-        try:
-            yield cancel_job(ledger, api, clock, job)
-        except RowChanged:
-            yield ledger.job(job.id), "it moved on in the meantime"
+        before = ledger.job(job.id)
+        if before.status not in OPEN:
+            yield _wish(before, before, "")
+            continue
+        assert before.job_id is not None
+        refusal = cancel_refusal(ask(before.job_id))
+        reading = reading_of(api.read(before.kind, before.job_id), before.job_id)
+        yield _wish(before, _after_wish(ledger, before, refusal, reading, clock), refusal)
+
+
+def _after_wish(ledger: Ledger, job: Job, refusal: str, reading: Reading, clock: Clock) -> Job:
+    """Record a wish and how the job ended, if it has; a run may have read it meanwhile."""
+    with ledger.transaction():
+        now, now_ms = ledger.job(job.id), clock.wall_ms()
+        if now.status not in OPEN:
+            return now
+        asked = ledger.record_cancel_asked(now, refusal, now_ms)
+        status = reading.status
+        if status is None or status not in FINAL or status is Status.COMPLETED:
+            # A run looks for the result and the cost of what is completed.
+            return asked
+        note = f"Sume says: {reading.error}" if reading.error else None
+        return ledger.record_final(asked, status, reading, note, now_ms)
+
+
+def _wish(before: Job, job: Job, refusal: str) -> Wish:
+    if job.status in OPEN or job.status is Status.CANCELLED:
+        return Wish(before, job, refusal if job.status in OPEN else "")
+    return Wish(before, job, f"it is {job.status} by now")
 
 
 class Ending(NamedTuple):
@@ -3580,6 +3653,8 @@ class Ending(NamedTuple):
     signal: int | None = None
     halt: str | None = None
     deadline: bool = False
+    # The flags that can leave rows unfinished.
+    limits: Sequence[str] = ()
     # Submits that Sume answered with a job it had already, by the key.
     hits: int = 0
 
@@ -3625,6 +3700,7 @@ class Engine:
         self._start_s = self._loaded_s = self._planned_s = clock.awake_s()
         self._holding = False
         self._hits = 0
+        self._version = 0
 
     # -- life of a run --
 
@@ -3642,6 +3718,9 @@ class Engine:
                 if self._is_over():
                     break
                 answers = self._workers.wait(self._wait_s())
+            now_ms = self._clock.wall_ms()
+            self._reload(self._clock.awake_s(), now_ms, last=True)
+            self._emit(now_ms)
         except LedgerError as exc:
             ending = self._signal is not None or self._deadline_passed()
             if not (isinstance(exc, LedgerBusy) and ending):
@@ -3649,7 +3728,10 @@ class Engine:
         finally:
             self._ledger.on_busy = _give_up
         halt = self._halt[1] if self._halt else None
-        return Ending(self._signal, halt, self._deadline_passed(), self._hits)
+        settings = self._settings
+        given = {"--limit": settings.limit, "--job-deadline": settings.job_deadline_s}
+        limits = [flag for flag, value in given.items() if value is not None]
+        return Ending(self._signal, halt, self._deadline_passed(), limits, self._hits)
 
     def _last_answers(self, answers: Sequence[Answer]) -> list[Answer]:
         """Wait for the submits that are still on their way when nothing can be recorded."""
@@ -3975,7 +4057,8 @@ class Engine:
         yield
         now = self._pacing.offline.step > 0
         if now and not was:
-            self._tell(f"offline, waiting for the network ({trouble})")
+            helps = "check the network, SUME_API_BASE_URL and the proxy"
+            self._tell(f"offline, waiting ({trouble}); {helps}")
         elif was and not now:
             self._tell("online again")
 
@@ -4009,6 +4092,9 @@ class Engine:
             case Said.PAUSED:
                 # Another row is the next probe: one job's trouble must not stop the rest.
                 seen.not_before_s = now_s + self._settings.poll_interval_s
+                if reading.broken:
+                    seen.was_read = True
+                    self._poll_error(job, reading.trouble, now_ms)
             case Said.HALTED:
                 pass
             case Said.GONE if call.errand is Errand.READ:
@@ -4106,11 +4192,13 @@ class Engine:
         waiting = self._pacing.waiting_for(self._clock.awake_s())
         self._listen(Tick(now_ms, waiting))
 
-    def _reload(self, now_s: float, now_ms: int) -> None:
-        """Now and then, count again: other commands change rows beside a run."""
-        if now_s - self._loaded_s < TOTALS_RELOAD_S:
+    def _reload(self, now_s: float, now_ms: int, last: bool = False) -> None:
+        """Now and then, and at the end, count again: other commands change rows beside a run."""
+        version = self._ledger.data_version()
+        wait_s = TOTALS_RELOAD_S if version == self._version else RECOUNT_S
+        if now_s - self._loaded_s < wait_s and not last:
             return
-        self._loaded_s = now_s
+        self._loaded_s, self._version = now_s, version
         fresh = self._ledger.totals()
         if fresh != self._totals:
             self._totals = fresh
@@ -4216,9 +4304,10 @@ _ORDER = {status: place for place, status in enumerate(STYLES)}
 RECENT_ROWS = 200
 # Each column with the window width from which it is shown (the last column of a window
 # stays empty); the rest always are.
-_WIDE_COLUMNS = {"age": 48, "prompt": 59, "model": 79, "job id": 99, "seconds": 99, "trouble": 59}
+_WIDE_COLUMNS = {"age": 48, "prompt": 59, "model": 89, "job id": 119, "seconds": 99, "trouble": 59}
 # What is shown of these in the narrowest window is still whole.
-_LEAST_WIDTHS = {"status": 11, "age": 4, "cost": 9}
+_LEAST_WIDTHS = {"status": 11, "age": 4, "cost": 9, "model": 8, "job id": 12}
+_MOST_WIDTHS = {"model": 20, "job id": 44}
 
 
 def jobs_table(jobs: Sequence[Job], now_ms: int, width: int) -> Table:
@@ -4235,7 +4324,7 @@ def jobs_table(jobs: Sequence[Job], now_ms: int, width: int) -> Table:
     row_width = max(4, min(24, width - (36 if "age" in shown else 29)))
     for name in shown:
         right = name in ("seconds", "age", "cost")
-        ratio = {"prompt": 3, "trouble": 4, "job id": 2, "model": 2}.get(name)
+        ratio = {"prompt": 3, "trouble": 4}.get(name)
         table.add_column(
             name,
             justify="right" if right else "left",
@@ -4243,7 +4332,7 @@ def jobs_table(jobs: Sequence[Job], now_ms: int, width: int) -> Table:
             no_wrap=True,
             overflow="ellipsis",
             min_width=_LEAST_WIDTHS.get(name),
-            max_width=row_width if name == "row" else None,
+            max_width=row_width if name == "row" else _MOST_WIDTHS.get(name),
         )
     for job in jobs:
         style = STYLES[job.status]
@@ -4267,7 +4356,7 @@ def _trouble(job: Job) -> str:
     """Return why it ended so, or the last trouble and how many reads went wrong."""
     if job.note or not job.trouble or job.status not in OPEN:
         return job.note or job.trouble or ""
-    return f"{job.trouble} ({job.poll_errors} bad reads)"
+    return f"{job.trouble} ({job.poll_errors} bad read{'' if job.poll_errors == 1 else 's'})"
 
 
 def _money(job: Job, now_ms: int) -> str:
@@ -4378,10 +4467,13 @@ def make_console(**options: Any) -> Console:
 class LiveTable:
     """The live table of a run, for a terminal."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(
+        self, console: Console, complete: Callable[[str], str] = lambda text: text
+    ) -> None:
+        """`complete` makes the commands in a notice ones that can be copied."""
         from rich.live import Live
 
-        self._console, self._view = console, RunView()
+        self._console, self._view, self._complete = console, RunView(), complete
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
         self._drawn_s = 0.0
 
@@ -4406,7 +4498,8 @@ class LiveTable:
             from rich.text import Text
 
             with contextlib.suppress(OSError):
-                self._live.console.print(Text(inert(event.words(), 1000), "yellow"))
+                words = inert(self._complete(event.words()), 1000)
+                self._live.console.print(Text(words, "yellow"))
         now_s = time.monotonic()
         if now_s - self._drawn_s >= REDRAW_S:
             self._drawn_s = now_s
@@ -4435,10 +4528,12 @@ class LiveTable:
         # since a terminal writes ^C where it stands. In a narrow window lines wrap.
         options = self._console.options.update(width=max(width - 1, 1))
         above = self._console.render_lines(Group(*parts), options, pad=False)
-        room = height - len(above) - 6
+        room = height - len(above) - 7
         rows = view.rows(room)
         table = jobs_table(rows, view.now_ms, width - 1) if rows else Text("")
-        return Constrain(Group(*parts, table, Text("")), width - 1)
+        hidden = totals.rows - len(rows)
+        more = Text(f"and {hidden} more rows" if rows and hidden > 0 else "", "dim")
+        return Constrain(Group(*parts, table, more, Text("")), width - 1)
 
 
 class PlainLog:
@@ -4515,13 +4610,16 @@ class Story(NamedTuple):
     attempts: Sequence[tuple[Job, Sequence[Recorded]]]
 
 
-def job_card(story: Story) -> Iterator[str]:
-    """Yield the lines that tell all about an attempt, and the history of all its row's."""
+def job_card(story: Story, complete: Callable[[str], str]) -> Iterator[str]:
+    """Yield the lines that tell all about an attempt, and the history of all its row's.
+
+    `complete` makes the commands in the note ones that can be copied.
+    """
     job = story.job
     facts = {
         "row": job.row,
         "status": job.status + (f" (Sume says: {job.sume_status})" if job.sume_status else ""),
-        "note": job.note or job.trouble,
+        "note": complete(job.note or job.trouble or ""),
         "job id": job.job_id,
         "key": f"{job.key} (attempt {job.attempt}; sends: {job.tries})",
         "kind": job.kind,
@@ -4662,21 +4760,26 @@ PLAN_ROWS = 20
 
 
 def plan_lines(
-    send: Sequence[NewRow], replay: Sequence[Job], outside: Sequence[str]
+    send: Sequence[NewRow], replay: Sequence[Job], review: Sequence[Job], outside: Sequence[str]
 ) -> Iterator[str]:
     """Yield what a run would do: a line per model, then the first rows."""
     yield f"would send {len(send)} row{'' if len(send) == 1 else 's'}; nothing was sent or written"
-    groups = Counter((row.model, row.kind) for row in send)
-    for (model, kind), number in groups.items():
-        mine = [row.duration_s for row in send if (row.model, row.kind) == (model, kind)]
-        seconds = f", {sum(n for n in mine if n)} s" if any(mine) else ""
-        yield f"  {inert(model)}  {number} {kind}{'' if number == 1 else 's'}{seconds}"
+    groups: dict[tuple[str, Kind], list[int]] = {}
+    for row in send:
+        groups.setdefault((row.model, row.kind), []).append(row.duration_s or 0)
+    for (model, kind), seconds in islice(groups.items(), PLAN_ROWS):
+        known = f", {sum(seconds)} s" if any(seconds) else ""
+        yield f"  {inert(model)}  {len(seconds)} {kind}{'' if len(seconds) == 1 else 's'}{known}"
+    if len(groups) > PLAN_ROWS:
+        yield f"  … and {len(groups) - PLAN_ROWS} more models"
     for row in send[:PLAN_ROWS]:
         yield f"{row.row}: {inert(row.prompt, 60)}"
     if len(send) > PLAN_ROWS:
         yield f"… and {len(send) - PLAN_ROWS} more (--json names all)"
     for job in replay[:PLAN_ROWS]:
         yield f"{job.row}: would be sent again under its old key, which buys nothing twice"
+    for job in review[:PLAN_ROWS]:
+        yield f"{job.row}: may have been bought, and would need review: its key is too old"
     if outside:
         yield f"would not be sent, because they are not in the file: {len(outside)}"
 
@@ -4977,6 +5080,17 @@ def stand_in_state(ledger: Path) -> Path:
     return ledger.with_name(f"{ledger.stem}.stand-in.db")
 
 
+def copy_stand_in(memory: Path, copy: Path) -> None:
+    """Copy what a stand-in remembers. Raises UsageError where a file has that name."""
+    if os.path.lexists(copy):
+        raise UsageError(f"{copy}: is there already, and is not replaced; name another file")
+    with (
+        contextlib.closing(sqlite3.connect(memory)) as source,
+        contextlib.closing(sqlite3.connect(copy)) as target,
+    ):
+        source.backup(target)
+
+
 # --- cli ---------------------------------------------------------------------
 # Commands, flags and the one boundary where errors become a line and an exit code.
 
@@ -4991,12 +5105,15 @@ class Voice:
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
         self._flags = self._run_flags = ""
+        self._lost = False
 
     def about(self, ledger: Path, simulated: bool = False) -> None:
         """Name this ledger in the commands that are said, unless they find it by themselves."""
         import shlex
 
-        named = f" --db {shlex.quote(str(ledger))}"
+        name = str(ledger)
+        # A name like a flag's is no value of a flag.
+        named = f" --db {shlex.quote(f'./{name}' if name.startswith('-') else name)}"
         found = os.environ.get("SUME_RESUME_DB")
         self._flags = "" if str(ledger) == (found or DEFAULT_LEDGER) else named
         self._run_flags = self._flags
@@ -5024,12 +5141,13 @@ class Voice:
         except OSError as exc:
             self.as_json = False
             if not isinstance(exc, BrokenPipeError):
+                self._lost = True
                 _complain(f"no more events: stdout cannot be written: {exc.strerror}")
 
     def end(self, code: Exit, **facts: object) -> NoReturn:
-        """Write the last event, and end the command with this code."""
+        """Write the last event, and end the command with this code, or with 8 for lost events."""
         self.tell("summary", exit_code=int(code), **facts)
-        raise typer.Exit(code)
+        raise typer.Exit(Exit.LEDGER if self._lost and code is Exit.DONE else code)
 
 
 class ErrorBoundary(TyperGroup):
@@ -5047,6 +5165,8 @@ class ErrorBoundary(TyperGroup):
             _fail(ctx, str(exc), exc.exit_code)
         except (KeyboardInterrupt, typer.Abort):
             _fail(ctx, "interrupted", Exit.INTERRUPTED)
+        except Stopped as exc:
+            _fail(ctx, f"stopped by {signal.Signals(exc.signum).name}", Exit(128 + exc.signum))
         except BrokenPipeError as exc:
             # The reader of a pipe has what it wanted (| head).
             raise typer.Exit(Exit.DONE) from exc
@@ -5065,7 +5185,7 @@ class ErrorBoundary(TyperGroup):
 def _fail(ctx: Any, text: str, code: Exit) -> NoReturn:
     """End a command with an error: one line, and with --json two events."""
     voice: Voice = ctx.obj or Voice(False)
-    if code is not Exit.INTERRUPTED:
+    if code < Exit.HANGUP:
         voice.say(f"error: {text}")
     else:
         # The terminal has written ^C, or stands behind a question.
@@ -5158,14 +5278,22 @@ DbOption = Annotated[
     ),
 ]
 ModelOption = Annotated[
-    str | None, _option("--model", help=f"Model of rows that name none (default {DEFAULT_MODEL}).")
+    str | None,
+    _option(
+        "--model", metavar="M", help=f"Model of rows that name none (default {DEFAULT_MODEL})."
+    ),
 ]
 DurationOption = Annotated[
     int | None, _option("--duration", metavar="N", min=1, help="Seconds of rows that name none.")
 ]
 KindOption = Annotated[
     str | None,
-    _option("--kind", metavar="video|image", help="Kind of rows that name none (default video)."),
+    _option(
+        "--kind",
+        metavar="video|image",
+        autocompletion=lambda: list(KINDS),
+        help="Kind of rows that name none (default video).",
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,
@@ -5211,6 +5339,9 @@ def _begin(
 
 def _open(voice: Voice, path: Path) -> Ledger:
     """Open the ledger of a command, and let what is said be about it."""
+    simulated = Path(DEFAULT_SIMULATED_LEDGER)
+    if str(path) == DEFAULT_LEDGER and not path.exists() and simulated.exists():
+        raise LedgerError(f"{path}: no such ledger; name the one that is there: --db {simulated}")
     ledger = open_ledger(path)
     voice.about(path, ledger.meta("origin") == STAND_IN)
     return ledger
@@ -5319,8 +5450,7 @@ def _say_added(voice: Voice, added: Added, path: Path) -> None:
         text += f", {added.replaced} replaced"
     if added.existing:
         text += (
-            f"; {added.existing} were there already and are not bought again"
-            " (a new id, or --take for rows without one, buys another)"
+            f"; {added.existing} there already, not bought again (a new id or --take buys another)"
         )
     voice.say(text)
     voice.tell("added", new=added.new, existing=added.existing, replaced=added.replaced)
@@ -5335,10 +5465,14 @@ def add(
     ctx: typer.Context,
     file: Annotated[
         str | None,
-        typer.Argument(help="JSONL, JSON array or CSV; - for stdin.", show_default=False),
+        typer.Argument(
+            metavar="[FILE]", help="JSONL, JSON array or CSV; - for stdin.", show_default=False
+        ),
     ] = None,
-    prompt: Annotated[str | None, _option("--prompt", help="One row, in place of a file.")] = None,
-    id: Annotated[str | None, _option("--id", help="The id of that row.")] = None,
+    prompt: Annotated[
+        str | None, _option("--prompt", metavar="TEXT", help="One row, in place of a file.")
+    ] = None,
+    id: Annotated[str | None, _option("--id", metavar="ID", help="The id of that row.")] = None,
     db: DbOption = None,
     model: ModelOption = None,
     duration: DurationOption = None,
@@ -5358,7 +5492,7 @@ def add(
     voice, path = _begin(ctx, as_json, db)
     defaults = _defaults(model, duration, kind, set, take)
     if (file is None) == (prompt is None) or (id is not None and prompt is None):
-        raise UsageError("name a FILE, or give --prompt (and --id) for one row")
+        raise UsageError("name a FILE, or give --prompt (and --id) for one row, and not both")
     _check_namespace(namespace)
     with contextlib.ExitStack() as stack:
         if not path.exists():
@@ -5368,7 +5502,7 @@ def add(
         else:
             row = {"prompt": prompt} | ({"id": id} if id is not None else {})
             stream = io.BytesIO(json.dumps(row).encode())
-        name = file or "--prompt"
+        name = "stdin" if file == "-" else file or "--prompt"
         _say_added(voice, add_rows(path, stream, name, defaults, namespace, None, replace), path)
     if as_json:
         with open_ledger(path) as ledger:
@@ -5381,7 +5515,9 @@ def run(
     file: Annotated[
         str | None,
         typer.Argument(
-            help="Rows to add first: JSONL, JSON array or CSV; - for stdin.", show_default=False
+            metavar="[FILE]",
+            help="Rows to add first: JSONL, JSON array or CSV; - for stdin.",
+            show_default=False,
         ),
     ] = None,
     db: DbOption = None,
@@ -5453,7 +5589,15 @@ def run(
     if dry_run:
         with contextlib.ExitStack() as stack:
             stream = _open_input(file, stack) if file is not None else None
-            plan = plan_of(path, stream, file or "", defaults, namespace, replace)
+            asked = None
+            if simulate:
+                asked = Account("", STAND_IN, STAND_IN_KEY)
+            elif os.environ.get("SUME_API_KEY"):
+                asked = account_from(os.environ)
+            ttl_s = key_ttl or (None if simulate else KEY_TTL_S)
+            name = "stdin" if file == "-" else file or ""
+            more = (asked, adopt_account, ttl_s)
+            plan = plan_of(path, stream, name, defaults, namespace, replace, *more)
         _show_plan(plan, limit, voice)
     clock = Clock()
     account = None if simulate else account_from(os.environ)
@@ -5477,13 +5621,16 @@ def run(
                 there.quick_check()
         if file is not None:
             stream = _open_input(file, stack)
-            added = add_rows(path, stream, file, defaults, namespace, None, replace)
+            name = "stdin" if file == "-" else file
+            added = add_rows(path, stream, name, defaults, namespace, None, replace)
             scope = added.rows
             _say_added(voice, added, path)
         ledger = stack.enter_context(open_ledger(path))
         if account is None or make_api is None:
             account = stack.enter_context(StandIn(stand_in_state(path)))
             make_api = client_factory(account, clock)
+        if simulate and ledger.meta("origin") is None:
+            voice.say(f"{path}: is simulated from now on, and never buys anything")
         admit(ledger, account, adopt_account, clock.wall_ms())
         workers = Workers(make_api, clock, settings.concurrency)
         code, facts = run_ledger(ledger, workers, clock, settings, scope, file, voice)
@@ -5494,9 +5641,11 @@ class Plan(NamedTuple):
     """What a run would do: rows that it would send, and sends that it would repeat."""
 
     send: Sequence[NewRow]
-    replay: Sequence[Job]
+    replay: Sequence[Job] = ()
+    # Rows that may have been sent, and would need a person now.
+    review: Sequence[Job] = ()
     # Queued rows that are not in the file, and so would not be sent.
-    outside: Sequence[str]
+    outside: Sequence[str] = ()
 
 
 def plan_of(
@@ -5506,10 +5655,14 @@ def plan_of(
     defaults: Defaults,
     namespace: str | None,
     replace: bool,
+    account: Account | None,
+    adopt: bool,
+    key_ttl_s: float | None,
 ) -> Plan:
     """Return what `run` would send of an input and a ledger, and write nothing.
 
-    Raises InputError, UsageError and LedgerError as the run would.
+    Raises InputError, UsageError, AccountError and LedgerError as the run would; no account
+    is asked about where none is given.
     """
     log = InputLog()
     rows = list(read_rows(stream, name, defaults, log)) if stream is not None else []
@@ -5518,16 +5671,23 @@ def plan_of(
         raise InputError([f"{inert(name, 200)}: has no rows"])
     if not path.exists():
         log.check()
-        return Plan(rows, [], [])
+        return Plan(rows)
     with open_ledger(path) as ledger:
         _keep_namespace(ledger, namespace)
         changed = {row.row: row for row in ledger.preview(rows, log, replace)}
         log.check()
+        if account is not None:
+            check_account(ledger, account, adopt)
         scope = {row.row for row in rows} if stream is not None else None
-        queued = [job for job in ledger.with_status(Status.QUEUED) if job.row not in changed]
-        mine = [new_row_of(job) for job in queued if scope is None or job.row in scope]
+        queued = ledger.with_status(Status.QUEUED)
+        mine = [job for job in queued if scope is None or job.row in scope]
+        # A row that takes new content keeps its place; a new attempt has none yet.
+        send = [changed.pop(job.row) if job.row in changed else new_row_of(job) for job in mine]
         outside = [job.row for job in queued if scope is not None and job.row not in scope]
-        return Plan([*mine, *changed.values()], ledger.with_status(Status.SENDING), outside)
+        now_ms, sending = Clock().wall_ms(), ledger.with_status(Status.SENDING)
+        review = [job for job in sending if too_old(job.first_sent_at or 0, now_ms, key_ttl_s)]
+        replay = [job for job in sending if job not in review]
+        return Plan([*send, *changed.values()], replay, review, outside)
 
 
 def _show_plan(plan: Plan, limit: int | None, voice: Voice) -> NoReturn:
@@ -5536,13 +5696,15 @@ def _show_plan(plan: Plan, limit: int | None, voice: Voice) -> NoReturn:
     for row in send:
         facts = {"kind": row.kind, "model": row.model, "duration": row.duration_s}
         voice.tell("would_send", row=row.row, prompt=row.prompt, **facts)
-    for job in plan.replay:
-        voice.tell("would_replay", **job_facts(job))
+    for type, jobs in (("would_replay", plan.replay), ("would_review", plan.review)):
+        for job in jobs:
+            voice.tell(type, **job_facts(job))
     if not voice.as_json:
-        for line in plan_lines(send, plan.replay, plan.outside):
+        for line in plan_lines(send, plan.replay, plan.review, plan.outside):
             print(line)
-    held = {"beyond_limit": len(plan.send) - len(send), "not_in_file": len(plan.outside)}
-    voice.end(Exit.DONE, would_send=len(send), would_replay=len(plan.replay), **held)
+    counts = {"would_send": len(send), "would_replay": len(plan.replay)}
+    counts |= {"would_review": len(plan.review), "not_in_file": len(plan.outside)}
+    voice.end(Exit.DONE, **counts, beyond_limit=len(plan.send) - len(send))
 
 
 def run_ledger(
@@ -5580,9 +5742,14 @@ def _display(voice: Voice) -> contextlib.AbstractContextManager[Callable[[Event]
     # FORCE_COLOR makes rich take a log for a terminal; only a real one can be redrawn.
     if sys.stderr.isatty() and voice.as_json and sys.stdout.isatty():
         return contextlib.nullcontext(lambda event: None)
-    if sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
-        return LiveTable(make_console(stderr=True))
+    if _is_screen(sys.stderr):
+        return LiveTable(make_console(stderr=True), voice.complete)
     return PlainLog(voice.say)
+
+
+def _is_screen(stream: TextIO) -> bool:
+    """Say whether what was written there can be drawn over."""
+    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 @contextlib.contextmanager
@@ -5592,10 +5759,14 @@ def _signals(engine: Engine) -> Iterator[None]:
 
     def handle(signum: int, frame: object) -> None:
         nonlocal seen
+        if seen and signum == getattr(signal, "SIGHUP", None):
+            # A terminal that closes tells it twice: the kernel does, and the shell.
+            return
         if seen:
             # The live table has hidden the cursor, and nothing after this shows it again.
-            if sys.stderr.isatty():
-                os.write(2, b"\x1b[?25h\n")
+            show = b"\x1b[?25h\n" if sys.stderr.isatty() else b""
+            with contextlib.suppress(OSError):
+                os.write(2, show + b"left at once; run the same command again to finish\n")
             os._exit(128 + signum)
         seen = True
         engine.stop(signum)
@@ -5628,59 +5799,73 @@ def _summarize(
     if ending.hits:
         voice.say(f"{ending.hits} known to Sume already by their keys; not bought again")
     mine: Counter[Status] = Counter()
-    named: dict[Status, list[str]] = {}
-    outside = 0
+    outside: list[str] = []
+    named: dict[Status, dict[str, list[str]]] = {}
     for job in ledger.latest():
         if scope is not None and job.row not in scope:
-            if job.status is Status.QUEUED:
-                outside += 1
-                _name(named, Status.QUEUED, job.row)
+            outside += [job.row] if job.status is Status.QUEUED else []
             continue
         mine[job.status] += 1
         if job.status not in (Status.QUEUED, Status.COMPLETED):
-            # Both open words mean the same to a person here.
+            # Both open words mean the same to a person here; a review is told by its row.
             group = Status.PENDING if job.status in OPEN else job.status
-            why = job.job_id if job.status in OPEN else job.note or job.trouble
-            told = job.row if job.status is Status.REVIEW else f"{job.row} ({why})"
-            _name(named, group, told)
-    for status in (Status.REVIEW, Status.REJECTED, Status.FAILED, Status.EXPIRED, Status.CANCELLED):
-        if named.get(status):
-            voice.say(f"{status}: {', '.join(named[status])}")
-    hints = {
-        Status.REVIEW: "sume-resume status ROW tells why a row needs review, and what settles it",
-        Status.REJECTED: "a rejected row was not bought: mend it, and run again with --replace",
-        Status.FAILED: "sume-resume retry --failed buys failed rows again",
-    }
-    for status, hint in hints.items():
-        if mine[status]:
-            voice.say(hint)
+            told = group in (Status.PENDING, Status.SENDING, Status.REVIEW)
+            reason = "" if told else job.note or job.trouble or ""
+            text = f"{job.row} ({job.job_id})" if job.status in OPEN else job.row
+            named.setdefault(group, {}).setdefault(reason, []).append(text)
+    for status, hint in _ENDED_HINTS.items():
+        if status in named:
+            voice.say(f"{status}: {_reasons(named[status])}")
+            if hint:
+                voice.say(hint)
     if outside:
         voice.say(
-            f"not sent, because they are not in {file}: {', '.join(named[Status.QUEUED])}"
+            f"not sent, because they are not in {file}: {_first(outside)}"
             " (run without a file sends them)"
         )
     unfinished = sum(n for status, n in mine.items() if status not in FINAL | {Status.REVIEW})
     why = _why_unfinished(ending) if unfinished else ending.halt
     if unfinished:
         voice.say(f"unfinished rows: {unfinished} ({why})")
-        if named.get(Status.PENDING):
-            voice.say(f"still running at Sume, and paid for: {', '.join(named[Status.PENDING])}")
+        for status, words in _OPEN_WORDS.items():
+            if status in named:
+                voice.say(f"{words}: {_reasons(named[status])}")
         voice.say("run the same command again to finish; nothing is bought twice")
     return _verdict(ending, mine), {
         "why": why,
         "by_status": {status: mine[status] for status in Status},
-        "not_in_file": outside,
+        "not_in_file": len(outside),
         "known_to_sume": ending.hits,
         "totals": totals_json(totals),
     }
 
 
-def _name(named: dict[Status, list[str]], status: Status, text: str) -> None:
-    names = named.setdefault(status, [])
-    if len(names) < SUMMARY_ROWS:
-        names.append(text)
-    elif len(names) == SUMMARY_ROWS:
-        names.append("… (sume-resume status shows all)")
+_ENDED_HINTS = {
+    Status.REVIEW: "sume-resume status ROW tells why a row needs review, and what settles it",
+    Status.REJECTED: "what is rejected was not bought: mend it and run again with --replace, or"
+    " sume-resume retry --failed sends it again as it is",
+    Status.FAILED: "sume-resume retry --failed buys again what failed",
+    Status.EXPIRED: "",
+    Status.CANCELLED: "",
+}
+_OPEN_WORDS = {
+    Status.PENDING: "still running at Sume, and paid for",
+    Status.SENDING: "may have been bought, and are asked about by their keys",
+}
+
+
+def _first(names: Sequence[str]) -> str:
+    more = len(names) - SUMMARY_ROWS
+    shown = ", ".join(names[:SUMMARY_ROWS])
+    return f"{shown} and {more} more (sume-resume status shows all)" if more > 0 else shown
+
+
+def _reasons(named: Mapping[str, Sequence[str]]) -> str:
+    """Name rows by what they have in common, each reason once."""
+    texts = [f"{_first(names)} ({why})" if why else _first(names) for why, names in named.items()]
+    more = len(texts) - SUMMARY_ROWS
+    shown = "; ".join(texts[:SUMMARY_ROWS])
+    return f"{shown}; and {more} other reasons" if more > 0 else shown
 
 
 def _why_unfinished(ending: Ending) -> str:
@@ -5688,7 +5873,7 @@ def _why_unfinished(ending: Ending) -> str:
         return f"stopped by {signal.Signals(ending.signal).name}"
     if ending.halt is not None:
         return ending.halt
-    return "the deadline was reached" if ending.deadline else "--limit or --job-deadline"
+    return "the deadline was reached" if ending.deadline else " or ".join(ending.limits)
 
 
 def _verdict(ending: Ending, mine: Counter[Status]) -> Exit:
@@ -5721,7 +5906,13 @@ def status(
     ] = None,
     db: DbOption = None,
     format: Annotated[
-        str | None, _option("--format", metavar="|".join(FORMATS), help="Default: table.")
+        str | None,
+        _option(
+            "--format",
+            metavar="|".join(FORMATS),
+            autocompletion=lambda: list(FORMATS),
+            help="Default: table.",
+        ),
     ] = None,
     watch: Annotated[
         bool, _option("--watch", help="Follow the ledger until every row is final, or Ctrl-C.")
@@ -5752,10 +5943,12 @@ def status(
             pairs = ((job, ledger.outputs(job)) for job in named or ledger.latest())
             _print_jobs(format, pairs, totals)
         elif named:
-            cards = [job_card(_story(ledger, job)) for job in named]
-            print("\n\n".join(voice.complete("\n".join(card)) for card in cards))
+            cards = [job_card(_story(ledger, job), voice.complete) for job in named]
+            print("\n\n".join("\n".join(card) for card in cards))
         else:
             _print_table(ledger.latest(), totals)
+            if totals.by_status[Status.REVIEW]:
+                voice.say("sume-resume status ROW tells what settles a row in review")
     voice.end(Exit.DONE, totals=totals_json(totals))
 
 
@@ -5809,7 +6002,7 @@ def _watch(ledger: Ledger) -> None:
     clock, said = Clock(), ""
     # Another process may write for long: there is time.
     ledger.on_busy = lambda exc, tries: None
-    screen = LiveTable(make_console()) if sys.stdout.isatty() else None
+    screen = LiveTable(make_console()) if _is_screen(sys.stdout) else None
     with screen or contextlib.nullcontext():
         while True:
             totals = ledger.totals()
@@ -5839,7 +6032,12 @@ def _named(ledger: Ledger, rows: Sequence[str]) -> list[Job]:
     found = {}
     for name in rows:
         job = ledger.find(name)
-        found[job.row] = job if job.latest else cast(Job, ledger.job_of_row(job.row))
+        if not job.latest:
+            raise UsageError(
+                f"'{name}' is attempt {job.attempt} of row '{job.row}', which has a later one;"
+                " name the row"
+            )
+        found[job.row] = job
     return list(found.values())
 
 
@@ -5852,20 +6050,23 @@ def _check_all(jobs: Sequence[Job], refusal: Callable[[Job], str | None]) -> Non
         raise InputError(["nothing was changed:", *shown], len(problems) + 1)
 
 
-def _confirm(question: str, yes: bool) -> None:
-    """Ask on a terminal, and want --yes elsewhere. Raises UsageError without a yes."""
+def _confirm(voice: Voice, question: str, yes: bool) -> None:
+    """Ask on a terminal, and want --yes elsewhere. Without a yes the command ends here."""
     if yes:
         return
     if not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
         why = "Add --yes to mean it: there is no terminal to ask on; nothing was changed"
-        raise UsageError(f"{inert(question, 1000)} {why}")
-    if not typer.confirm(inert(question, 1000), err=True):
-        raise UsageError("nothing was changed")
+        raise UsageError(f"{question} {why}")
+    # Not typer's own question, which writes to stdout: that is for data.
+    print(f"{inert(question, 2000)} [y/N]: ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        voice.say("nothing was changed")
+        voice.end(Exit.USAGE)
 
 
 def _list(jobs: Sequence[Job]) -> str:
     """Name rows for a question: the first ones, then how many more there are."""
-    names = [f"'{job.row}'" for job in jobs[:SUMMARY_ROWS]]
+    names = [f"'{inert(job.row, 60)}'" for job in jobs[:SUMMARY_ROWS]]
     more = len(jobs) - len(names)
     return ", ".join(names) + (f" and {more} more" if more else "")
 
@@ -5885,7 +6086,7 @@ def retry(
     ctx: typer.Context,
     rows: RowsArgument = None,
     failed: Annotated[
-        bool, _option("--failed", help="All rows that ended as failed or expired.")
+        bool, _option("--failed", help="All rows that ended as failed, expired or rejected.")
     ] = False,
     yes: YesOption = False,
     db: DbOption = None,
@@ -5899,14 +6100,16 @@ def retry(
     """
     voice, path = _begin(ctx, as_json, db)
     if bool(rows) == failed:
-        raise UsageError("name the rows to buy again, or give --failed")
+        raise UsageError("name the rows to buy again, or give --failed, and not both")
     with _open(voice, path) as ledger:
-        ended = (Status.FAILED, Status.EXPIRED)
+        ended = (Status.FAILED, Status.EXPIRED, Status.REJECTED)
         jobs = _named(ledger, rows or [])
         jobs += [job for status in ended if failed for job in ledger.with_status(status)]
+        if failed:
+            jobs = [job for job in jobs if not job.in_doubt]
         _check_all(jobs, lambda job: retry_refusal(job, bool(ledger.outputs(job))))
         if jobs:
-            _confirm(f"Buy again, as new paid attempts: {_list(jobs)}?", yes)
+            _confirm(voice, f"Buy again, as new paid attempts: {_list(jobs)}?", yes)
         now_ms = Clock().wall_ms()
         with ledger.transaction():
             again = [ledger.record_retried(job, now_ms) for job in jobs]
@@ -5934,7 +6137,7 @@ def cancel(
     """
     voice, path = _begin(ctx, as_json, db)
     if bool(rows) == all:
-        raise UsageError("name the rows to cancel, or give --all")
+        raise UsageError("name the rows to cancel, or give --all, and not both")
     with contextlib.ExitStack() as stack:
         ledger = stack.enter_context(_open(voice, path))
         can = (Status.QUEUED, *OPEN)
@@ -5943,47 +6146,82 @@ def cancel(
         _check_all(jobs, cancel_row_refusal)
         queued = [job for job in jobs if job.status is Status.QUEUED]
         asked = [job for job in jobs if job.status in OPEN]
-        api = stack.enter_context(_client_for(ledger)) if asked else None
+        client = stack.enter_context(_client_for(ledger)) if asked else None
         parts = [f"drop {_list(queued)}"] if queued else []
         parts += [f"ask Sume to cancel {_list(asked)}"] if asked else []
         if parts:
-            _confirm(f"{' and '.join(parts).capitalize()}?", yes)
-        now_ms, why = Clock().wall_ms(), "dropped by a person before it was bought"
-        with ledger.transaction():
-            dropped = [ledger.record_dropped(job, now_ms, why) for job in queued]
-        for job in dropped:
-            _tell_row(voice, Status.QUEUED, job, "dropped; it was not bought")
-        refused = _ask_to_cancel(ledger, api, asked, voice) if api else 0
+            _confirm(voice, f"{' and '.join(parts).capitalize()}?", yes)
+        moved = _drop_queued(ledger, queued, voice)
+        asked += [job for job in moved if job.status in OPEN]
+        sending = ledger.with_status(Status.SENDING) if all else []
+        left = [job for job in [*moved, *sending] if job.status not in OPEN]
+        for job in left:
+            _tell_refused(voice, job, cancel_row_refusal(job) or "was sent in the meantime")
+        code, refused = Exit.NOT_ALL_COMPLETED if left else Exit.DONE, len(left)
+        if asked:
+            api, _ = client or stack.enter_context(_client_for(ledger))
+            code, more = _ask_to_cancel(ledger, api, asked, voice, code)
+            refused += more
         totals = ledger.totals()
-        for word in (Status.SENDING, Status.REVIEW):
-            if all and totals.by_status[word]:
-                voice.say(f"left as they are: {_rows(totals.by_status[word])} {word}")
-        if not jobs:
+        if all and totals.by_status[Status.REVIEW]:
+            voice.say(f"left as they are: {_rows(totals.by_status[Status.REVIEW])} in review")
+        if not jobs and not left:
             voice.say("no row is queued or at Sume")
-        code = Exit.NOT_ALL_COMPLETED if refused else Exit.DONE
         voice.end(code, refused=refused, totals=totals_json(totals))
 
 
-def _ask_to_cancel(ledger: Ledger, api: Sume, jobs: Sequence[Job], voice: Voice) -> int:
-    """Ask Sume to cancel jobs, one after the other; return how many it refused."""
-    refused = 0
-    asked = zip(jobs, cancel_jobs(ledger, api, Clock(), jobs), strict=True)
-    for before, (job, refusal) in asked:
-        if refusal:
-            refused += 1
-            words = f"not cancelled ({inert(refusal)}); what Sume is making is paid for"
-        elif job.status in FINAL:
-            words = f"{job.status}"
-        else:
-            words = "Sume was asked to cancel it; sume-resume run reads how it ends"
-        _tell_row(voice, before.status, job, words)
-        if refusal:
-            voice.tell("refused", row=job.row, job_id=job.job_id, why=refusal)
-    return refused
+def _drop_queued(ledger: Ledger, jobs: Sequence[Job], voice: Voice) -> list[Job]:
+    """Drop the rows that are queued still; return those that a run took in the meantime."""
+    dropped, moved = [], []
+    with ledger.transaction():
+        for job in jobs:
+            now = ledger.job(job.id)
+            if now.status is Status.QUEUED and now.latest:
+                why = "dropped by a person before it was bought"
+                dropped.append(ledger.record_dropped(now, Clock().wall_ms(), why))
+            else:
+                moved.append(now)
+    for job in dropped:
+        _tell_row(voice, Status.QUEUED, job, "dropped; it was not bought")
+    return moved
+
+
+def _tell_refused(voice: Voice, job: Job, why: str) -> None:
+    voice.say(f"row '{job.row}' {why}")
+    voice.tell("refused", row=job.row, job_id=job.job_id, why=why)
+
+
+def _ask_to_cancel(
+    ledger: Ledger, api: Sume, jobs: Sequence[Job], voice: Voice, code: Exit
+) -> tuple[Exit, int]:
+    """Ask Sume to cancel jobs, one after the other; return the exit code and the refusals."""
+    refused, done = 0, 0
+    try:
+        for before, job, refusal in cancel_jobs(ledger, api, Clock(), jobs):
+            done += 1
+            if refusal:
+                refused += 1
+                unknown = refusal.startswith(NO_ANSWER)
+                state = "may be cancelled or not" if unknown else "is not cancelled"
+                _tell_refused(voice, job, f"{state}: {refusal}")
+                if job.status in OPEN:
+                    voice.say("sume-resume run reads how it ends; what Sume makes is paid for")
+            elif job.status in OPEN:
+                voice.say(f"row '{job.row}': Sume takes the wish; sume-resume run reads the rest")
+            elif job.status is not before.status:
+                _tell_row(voice, before.status, job, str(job.status))
+            else:
+                voice.say(f"row '{job.row}': is {job.status} already")
+    except AccountError as exc:
+        left = len(jobs) - done
+        voice.say(f"error: {exc}; Sume was not asked about {_rows(left)}")
+        voice.tell("error", text=str(exc))
+        return exc.exit_code, refused + left
+    return Exit.NOT_ALL_COMPLETED if refused else code, refused
 
 
 @contextlib.contextmanager
-def _client_for(ledger: Ledger) -> Iterator[Sume]:
+def _client_for(ledger: Ledger) -> Iterator[tuple[Sume, Account]]:
     """Give a client of the account that a ledger belongs to: a simulated one's is the stand-in.
 
     Raises UsageError and AccountError, with nothing changed.
@@ -5994,10 +6232,10 @@ def _client_for(ledger: Ledger) -> Iterator[Sume]:
             account = stack.enter_context(StandIn(stand_in_state(ledger.path)))
         else:
             account = account_from(os.environ)
-        vouch(ledger, account)
+        check_account(ledger, account)
         api = client_factory(account, clock)()
         stack.callback(api.close)
-        yield api
+        yield api, account
 
 
 @app.command(epilog="\b\n" + EXIT_CODES)
@@ -6025,7 +6263,8 @@ def resolve(
     voice, path = _begin(ctx, as_json, db)
     ways = [job_id is not None, resend, drop]
     if not rows or sum(ways) != 1:
-        raise UsageError("name the rows to settle, and one of --job-id ID, --resend and --drop")
+        ways_ = "--job-id ID, --resend and --drop"
+        raise UsageError(f"name the rows to settle, and exactly one of {ways_}")
     if job_id is not None and (len(rows) > 1 or not re.fullmatch(_JOB_ID, job_id)):
         raise UsageError("--job-id: expected the id of one job, for one row")
     with _open(voice, path) as ledger:
@@ -6034,9 +6273,9 @@ def resolve(
         if job_id is not None:
             _resolve_as(ledger, jobs[0], job_id, yes, voice)
         elif resend:
-            doubt = "It may have been bought already, so this may pay twice."
-            _confirm(f"Buy again: {_list(jobs)}? {doubt}", yes)
-            voice.say(f"{_list(jobs)}: bought again. {doubt}")
+            doubt = "This may pay twice, since it may have been bought already."
+            _confirm(voice, f"{doubt} Buy again: {_list(jobs)}?", yes)
+            voice.say(doubt)
             with ledger.transaction():
                 again = [ledger.record_resent(job, Clock().wall_ms()) for job in jobs]
             for job in again:
@@ -6044,7 +6283,7 @@ def resolve(
                 _tell_row(voice, None, job, words)
         else:
             lost = "If Sume has a job for it, that was paid for, and is not named here."
-            _confirm(f"Give up: {_list(jobs)}? {lost}", yes)
+            _confirm(voice, f"{lost} Give up: {_list(jobs)}?", yes)
             why = "given up by a person; it may have been bought"
             with ledger.transaction():
                 dropped = [ledger.record_dropped(job, Clock().wall_ms(), why) for job in jobs]
@@ -6056,9 +6295,10 @@ def resolve(
 
 def _resolve_as(ledger: Ledger, job: Job, job_id: str, yes: bool, voice: Voice) -> None:
     """Give a row the job that a person names, once Sume says that it knows it."""
-    with _client_for(ledger) as api:
-        reading = look_up(api, job.kind, job_id)
-    _confirm(f"Row '{job.row}' is job {job_id}, which Sume calls {reading.word}?", yes)
+    with _client_for(ledger) as (api, account):
+        reading = look_up(ledger, api, account, job.kind, job_id)
+    row = f"Row '{job.row}' ({job.kind}, {job.model}, '{inert(job.prompt, 60)}')"
+    _confirm(voice, f"{row} is job {job_id}, which Sume calls {reading.word}?", yes)
     found = ledger.record_found(job, job_id, Clock().wall_ms())
     words = f"is job {job_id}; sume-resume run reads it to its end"
     _tell_row(voice, job.status, found, words)
@@ -6081,6 +6321,10 @@ def backup(
     """
     voice, path = _begin(ctx, as_json, db)
     with _open(voice, path) as ledger:
+        memory = stand_in_state(path)
+        if ledger.meta("origin") == STAND_IN and memory.exists():
+            # What was simulated needs its stand-in's memory, or its jobs are not known.
+            copy_stand_in(memory, stand_in_state(Path(file)))
         ledger.copy_to(Path(file))
         totals = ledger.totals()
     voice.say(f"{file}: a copy of {path}, {_rows(totals.rows)}")
@@ -6099,19 +6343,41 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        # What a parent told this process to ignore (nohup) stays ignored.
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _raise_stopped)
+    code: object = Exit.DONE
     try:
         app(prog_name="sume-resume")
+    except SystemExit as exc:
+        code = exc.code
     except OSError as exc:
         # Met before a command began, where the boundary is: --version on a full disk.
         _complain(f"error: {exc.strerror}")
-        sys.exit(Exit.LEDGER)
-    finally:
-        # Python flushes once more at its end, and would complain of a reader that left.
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except OSError:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        code = Exit.LEDGER
+    sys.exit(_flushed(code))
+
+
+def _raise_stopped(signum: int, frame: object) -> None:
+    raise Stopped(signum)
+
+
+def _flushed(code: object) -> Any:
+    """Write what is left; return the exit code, which says so when stdout found no room.
+
+    Python would flush once more at its end, and complain of a reader that left.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError as exc:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            if stream is sys.stdout and not isinstance(exc, BrokenPipeError):
+                _complain(f"error: stdout cannot be written: {exc.strerror}")
+                code = code or Exit.LEDGER
+    return code
 
 
 if __name__ == "__main__":

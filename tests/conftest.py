@@ -40,7 +40,7 @@ from sume_resume import (
     perform,
 )
 
-START_MS = 1_790_000_000_000
+START_MS = 1_700_000_000_000
 KEY = "CANARY-key-1"
 
 

@@ -831,7 +831,9 @@ def test_reading_of_codes(answer: Reply | Failure, said: Said, pause: Pause | No
     for of_result in (False, True):
         reading = reading_of(answer, of_result)
         code = answer.code if isinstance(answer, Reply) else 0
-        refused = 300 <= code < 500 and code != 429 and said is not Said.NOT_READY
+        # 408 and 425 ask to come again.
+        refused = 300 <= code < 500 and code not in (408, 425, 429)
+        refused = refused and said is not Said.NOT_READY
         # A result route that refuses says nothing of the job, which was read.
         wanted = Said.GONE if of_result and refused else said
         assert (reading.said, reading.pause) == (wanted, pause)

@@ -157,7 +157,7 @@ def test_table_of_nothing_is_no_crash() -> None:
 @pytest.mark.parametrize("status", sorted(FINAL))
 @pytest.mark.parametrize("width", [40, 200])
 def test_unknown_cost_is_shown_as_unknown(status: Status, width: int) -> None:
-    one = job(1, status)
+    one = job(1, status, job_id=None) if status is Status.REJECTED else job(1, status)
     text = shown(jobs_table([one], START_MS, width), width)
     assert ("unknown" in text) == (status is not Status.REJECTED)
     assert "$" not in text
@@ -622,7 +622,7 @@ def test_a_card_tells_all_about_a_row(desk: Desk) -> None:
     desk.run()
     with sume_resume.open_ledger(desk.path) as ledger:
         job = ledger.find("r1")
-        lines = list(sume_resume.job_card(sume_resume._story(ledger, job)))
+        lines = list(sume_resume.job_card(sume_resume._story(ledger, job), str))
     text = "\n".join(lines)
     assert job.job_id is not None
     assert job.job_id in text

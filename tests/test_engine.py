@@ -135,7 +135,7 @@ def test_another_origin_is_never_adopted_once_a_job_is_stored(desk: Desk) -> Non
     desk.run(limit=1)
     with FakeSume() as other:
         desk.server = other
-        with pytest.raises(AccountError, match="its jobs are at"):
+        with pytest.raises(AccountError, match="belongs to"):
             desk.run(adopt=True)
         assert other.requests == []
 

@@ -408,7 +408,8 @@ def test_many_rows_in_flat_memory(form: str, count: int) -> None:
         (b"prompt,x,prompt\na,1,b\n", "x.csv:1: the column 'prompt' is there twice"),
         (b"prompt,x, x\na,1,b\n", "x.csv:1: the column 'x' is there twice"),
         (b"id,text\nr1,a\n", "column 'prompt'"),
-        (b"id;prompt\nr1;a\n", "column 'prompt'"),
+        (b"id;prompt\nr1;a\n", "separated by commas"),
+        (b"ID,Prompt\nr1,a\n", 'got "ID, Prompt"'),
         (b"id,prompt\nr1,\n", "x.csv:2: prompt: missing"),
         (b"id,prompt\nr1\n", "x.csv:2: prompt: missing"),
         (b'id,prompt\nr1,a\nr2,"open\n', "x.csv:3: not valid CSV"),
@@ -776,7 +777,7 @@ def test_stdin_is_an_input(tmp_path: Path) -> None:
     done = sume("add", "-", cwd=tmp_path, stdin=jsonl({"id": "r1", "prompt": "from a pipe"}))
     assert done.returncode == 0, done.stderr
     assert Book(tmp_path / "jobs.db").prompts() == ["from a pipe"]
-    assert Book(tmp_path / "jobs.db").jobs()[0].source == "-:1"
+    assert Book(tmp_path / "jobs.db").jobs()[0].source == "stdin:1"
 
 
 def test_prompt_flag_adds_one_row(tmp_path: Path) -> None:
@@ -793,7 +794,7 @@ def test_existing_rows_are_counted_and_explained(tmp_path: Path) -> None:
     done = sume("add", "c.jsonl", cwd=tmp_path)
     assert done.returncode == 0
     assert b"0 rows added" in done.stderr
-    assert b"2 were there already" in done.stderr
+    assert b"2 there already, not bought again" in done.stderr
     assert b"--take" in done.stderr
 
 

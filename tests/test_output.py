@@ -25,6 +25,7 @@ import sume_resume
 from sume_resume import Status
 
 README = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
+FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 HOSTILE = 'a \x1b]0;t\x07 \x1b[2J \x9b2J [/x] [red] \u202e\u2066b \u2028 日本 é, "q"\r\n=1+1'
 
 
@@ -47,7 +48,14 @@ JOB_FIELDS = {
 }  # fmt: skip
 SUMMARY_FIELDS = {
     "run": {"exit_code", "totals", "why", "by_status", "not_in_file", "known_to_sume"},
-    "plan": {"exit_code", "would_send", "would_replay", "beyond_limit", "not_in_file"},
+    "plan": {
+        "exit_code",
+        "would_send",
+        "would_replay",
+        "would_review",
+        "beyond_limit",
+        "not_in_file",
+    },
     "cancel": {"exit_code", "totals", "refused"},
     "other": {"exit_code", "totals"},
     "error": {"exit_code"},
@@ -128,7 +136,10 @@ def test_every_event_is_as_documented_and_every_documented_one_is_seen(
     shop.run("--json", "--deadline", "0.3s")
     shop.server.cancels.append(Reply(409, error("job_generation_already_started")))
     shop.rows({"id": "open", "prompt": "open."}, name="more.jsonl")
-    shop.run("more.jsonl", "--deadline", "1s")
+    running = shop.start("more.jsonl")
+    until(lambda: "open" in shop.jobs() and shop.jobs()["open"].job_id)
+    running.send(signal.SIGKILL)
+    running.wait()
     take(shop.call("cancel", "open", "--yes", "--json"), "cancel")
     take(shop.invoke("retry", "nobody", "--json"), "error")
     seen.update(progress_and_replay(desk))
@@ -136,7 +147,7 @@ def test_every_event_is_as_documented_and_every_documented_one_is_seen(
 
 
 def progress_and_replay(desk: Desk) -> list[str]:
-    """Return the types of the two events that need a clock or a kill."""
+    """Return the types of the events that need a clock or a lost answer."""
     told: list[tuple[str, set[str]]] = []
     log = sume_resume.JsonLog(lambda type, **facts: told.append((type, set(facts))))
     log._spoke_s -= sume_resume.HEARTBEAT_S
@@ -146,9 +157,11 @@ def progress_and_replay(desk: Desk) -> list[str]:
     desk.server.on_submit = drop_after
     desk.add(*clips(1))
     desk.run(deadline_s=1)
-    lines = events_of(desk.command("run", "--dry-run", "--json"), "plan")
-    assert [line["type"] for line in lines] == ["would_replay", "summary"]
-    return ["progress", "would_replay"]
+    seen = ["progress"]
+    for ttl in ("10000d", "2m"):
+        plan = desk.command("run", "--dry-run", "--json", "--key-ttl", ttl)
+        seen.append(events_of(plan, "plan")[0]["type"])
+    return seen
 
 
 @pytest.mark.parametrize(
@@ -202,14 +215,14 @@ def test_run_whose_events_nobody_reads_goes_on_to_the_end(shop: Shop) -> None:
     assert len(shop.server.charges) == 3
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@FULL
 def test_run_whose_events_find_no_room_goes_on_and_says_so(shop: Shop) -> None:
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
             shop.command("run", shop.rows(*clips(2)), *QUICK, "--json"),
             cwd=shop.folder, env=shop.env, stdout=full, stderr=subprocess.PIPE, timeout=30,
         )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 8, done.stderr
     assert b"no more events" in done.stderr
     assert b"Traceback" not in done.stderr
     assert len(shop.server.charges) == 2
@@ -357,6 +370,87 @@ def test_long_plan_names_the_first_rows(shop: Shop) -> None:
     text = shop.invoke("run", shop.rows(*clips(60)), "--dry-run").stdout.decode()
     assert "… and 40 more" in text
     assert text.count("clip ") == 20
+
+
+def test_plan_keeps_the_order_of_the_run(desk: Desk) -> None:
+    desk.add(*clips(3))
+    changed = [{"id": "r1", "prompt": "other.", "duration": 9}, *clips(3)[1:]]
+    rows = desk.path.parent / "c.jsonl"
+    rows.write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in changed))
+    done = desk.command("run", str(rows), "--dry-run", "--replace", "--limit", "1", "--json")
+    assert [line["row"] for line in events_of(done, "plan")[:-1]] == ["r1"]
+    desk.add(*changed, replace=True)
+    desk.run(limit=1)
+    assert json.loads(desk.server.posts[0].body)["prompt"] == "other."
+
+
+def test_plan_says_what_would_need_review(desk: Desk) -> None:
+    desk.server.on_submit = drop_after
+    desk.add(*clips(1))
+    desk.run(deadline_s=1)
+    for ttl, type in (("10000d", "would_replay"), ("2m", "would_review")):
+        done = desk.command("run", "--dry-run", "--json", "--key-ttl", ttl)
+        assert [line["type"] for line in events_of(done, "plan")] == [type, "summary"]
+    text = desk.command("run", "--dry-run", "--key-ttl", "2m").stdout.decode()
+    assert "r1: may have been bought, and would need review" in text
+
+
+def test_plan_of_a_ledger_of_another_account_is_refused(desk: Desk) -> None:
+    desk.add(*clips(2))
+    desk.run(limit=1)
+    assert desk.command("run", "--dry-run", SUME_API_KEY="another").returncode == 5
+    assert desk.command("run", "--dry-run", "--simulate").returncode == 5
+    adopted = desk.command("run", "--dry-run", "--adopt-account", SUME_API_KEY="another")
+    assert adopted.returncode == 0
+    assert desk.command("run", "--dry-run", SUME_API_KEY=None).returncode == 0
+
+
+def test_plan_of_many_models_takes_no_time(shop: Shop) -> None:
+    rows = [{"prompt": "p", "model": f"m{n}"} for n in range(20_000)]
+    begin = time.process_time()
+    done = shop.invoke("run", shop.rows(*rows), "--dry-run")
+    assert done.returncode == 0
+    # Models times rows would take half a minute.
+    assert time.process_time() - begin < 8
+
+
+# -- output that finds no room --
+
+
+@FULL
+@pytest.mark.parametrize(
+    "args",
+    [("status",), ("status", "r1"), ("status", "--format", "json"), ("status", "--json"),
+     ("run", "--dry-run"), ("--version",)],
+    ids=" ".join,
+)  # fmt: skip
+def test_output_that_is_lost_is_no_success(shop: Shop, args: tuple[str, ...]) -> None:
+    shop.invoke("add", shop.rows(*clips(1)))
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            shop.command(*args), cwd=shop.folder, env=shop.env, stdout=full, stderr=subprocess.PIPE
+        )
+    assert done.returncode == 8, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@POSIX
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_signal_outside_a_run_cleans_up_and_says_so(shop: Shop, signum: int) -> None:
+    """An add that is stopped in the middle leaves nothing, and its last line is the summary."""
+    out = shop.logs / "out"
+    stop = f"import os, sume_resume as s; s.canonical = lambda v: os.kill(os.getpid(), {signum})"
+    with open(out, "wb") as file:
+        start = f"{stop}\ns.main()"
+        done = subprocess.run(
+            [sys.executable, "-c", start, "add", shop.rows(*clips(1)), "--json"],
+            cwd=shop.folder, env=shop.env | {"PYTHONPATH": str(SCRIPT.parent)},
+            stdout=file, stderr=subprocess.PIPE, timeout=30,
+        )  # fmt: skip
+    assert done.returncode == 128 + signum, done.stderr
+    lines = [json.loads(line) for line in out.read_bytes().splitlines()]
+    assert [line["type"] for line in lines] == ["error", "summary"]
+    assert set(shop.files()) == {"clips.jsonl"}
 
 
 # -- the README's queries and its recipe --
