@@ -5274,7 +5274,7 @@ DbOption = Annotated[
         "--db",
         envvar="SUME_RESUME_DB",
         metavar="FILE",
-        help="The ledger (default jobs.db; simulated.db with --simulate).",
+        help="The ledger (default jobs.db; of run --simulate simulated.db).",
     ),
 ]
 ModelOption = Annotated[
@@ -5483,7 +5483,9 @@ def add(
     namespace: NamespaceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Add rows to the ledger and send nothing. Needs no network and no API key.
+    """Add rows to the ledger and send nothing.
+
+    Needs no network and no API key.
 
     Example: sume-resume add clips.jsonl --model seedance-2.5 --duration 5
     """
@@ -5569,7 +5571,7 @@ def run(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Add FILE's rows, send what is queued, and poll until every row is final.
+    """Add rows, send what is queued, poll to the end.
 
     Running it again resumes: nothing is bought twice.
 
@@ -5919,7 +5921,7 @@ def status(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show rows and totals from the ledger, or one row with its history.
+    """Show rows and totals, or one row in full.
 
     Needs no network and no API key.
 
@@ -6092,9 +6094,9 @@ def retry(
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Buy rows again, on purpose: a new attempt with a new key, which the next run sends.
+    """Buy rows again, on purpose.
 
-    Refused while it is not known how the last attempt ended.
+    Each gets a new attempt with a new key, which the next run sends. Refused while it is not known how the last attempt ended.
 
     Example: sume-resume retry --failed
     """
@@ -6128,7 +6130,7 @@ def cancel(
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Drop queued rows, and ask Sume not to make the jobs of the others.
+    """Drop queued rows; ask Sume to cancel the rest.
 
     Sume refuses once it has begun with a job: that renders on, and is paid for. A row that
     may have been sent is refused; run settles it first.
@@ -6256,7 +6258,9 @@ def resolve(
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Settle rows in review, as their notes ask for (sume-resume status ROW).
+    """Settle rows that need review.
+
+    Their notes say what for: sume-resume status ROW.
 
     Example: sume-resume resolve harbour --job-id job_54577a8cfdbd
     """
@@ -6313,9 +6317,9 @@ def backup(
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Copy the ledger to FILE in one go, also while a run is going on.
+    """Copy the ledger, also during a run.
 
-    The copy is a ledger like any other. A file that is there is never replaced.
+    The copy is made in one go, and is a ledger like any other. A file that is there is never replaced.
 
     Example: sume-resume backup jobs-2026-11-29.db
     """
