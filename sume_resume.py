@@ -40,6 +40,7 @@ The rooms, top to bottom; a name is used only below the place where it is define
     engine       the scheduler: the only room that holds both ledger and api
     display      what a person sees of the engine's events
     stand-in     a small Sume on loopback, for --simulate
+    drill        kills real processes at every point, and counts the charges
     cli          commands, flags, the error boundary
     end          main() and the guard
 """
@@ -86,6 +87,7 @@ from typer.core import TyperGroup
 if TYPE_CHECKING:
     import random
     import ssl
+    import subprocess
     from http.server import ThreadingHTTPServer
 
     from rich.console import Console, RenderableType
@@ -4800,9 +4802,11 @@ STAND_IN_MAX_SECONDS = 60
 # A job takes so long, and up to so much longer.
 STAND_IN_LEAST_MS = 2000
 STAND_IN_SPREAD_MS = 4000
-# In a drill a job takes so long, and a held answer is held so long.
-STAND_IN_QUICK_MS = 30
+# A held answer is held so long.
 STAND_IN_HOLD_S = 0.3
+STAND_IN_RETRY_AFTER_S = 1
+# What was on its way when a rate limit was answered arrives so soon after.
+STAND_IN_FLIGHT_S = 0.3
 
 
 class Fault(enum.StrEnum):
@@ -4866,6 +4870,8 @@ STAND_IN_JOB = """
     LEFT JOIN cancels ON job = id
     WHERE id = :id
 """
+STAND_IN_JOBS = "SELECT id, body_sha256 FROM jobs"
+STAND_IN_AMOUNTS = "SELECT cost_micros FROM charges"
 STAND_IN_RUNNING = "SELECT count(*) FROM jobs WHERE ends_ms > :now"
 STAND_IN_ADD = """
     INSERT INTO jobs (id, key, kind, body_sha256, cost_micros, accepted_ms, ends_ms)
@@ -4884,20 +4890,31 @@ class StandIn:
     """
 
     def __init__(
-        self, state: Path, quick: bool = False, watch: Callable[[str], None] = lambda key: None
+        self,
+        state: Path,
+        quick: bool = False,
+        watch: Callable[[str], None] = lambda key: None,
+        hold: Callable[[], None] = lambda: time.sleep(STAND_IN_HOLD_S),
     ) -> None:
-        """With `quick` a job takes milliseconds; `watch` is told the key of each submit.
+        """With `quick` a job ends when it is read for the second time.
+
+        `watch` is told the key of each submit, `hold` keeps a held answer back while it runs.
 
         Raises LedgerError when its state file cannot be used.
         """
-        self._quick, self._watch = quick, watch
+        self._quick, self._watch, self._hold = quick, watch, hold
         self._lock = threading.Lock()
         # Faults that were played, and those that jobs ask for when they are read.
         self._played: set[str] = set()
         self._unread: set[str] = set()
-        # Key and steady time of each submit, and keys that had another body before.
-        self.posts: list[tuple[str, float]] = []
+        # The key of each submit, and keys that had another body before.
+        self.posts: list[str] = []
         self.mismatches: set[str] = set()
+        # Submits that came before the time that a rate limit had named.
+        self.hasty: list[str] = []
+        self._limited, self._limited_s = "", float("-inf")
+        # How often a quick job was read: it ends at the second time, whatever the clock says.
+        self._reads: Counter[str] = Counter()
         try:
             self._db = sqlite3.connect(state, isolation_level=None, check_same_thread=False)
             for statement in STAND_IN_SCHEMA:
@@ -4916,6 +4933,15 @@ class StandIn:
         self._server.server_close()
         with self._lock:
             self._db.close()
+
+    def books(self) -> tuple[list[int], list[str], int]:
+        """Return all amounts that were charged, all jobs, and how many are there twice."""
+        with self._lock:
+            amounts = [amount for (amount,) in self._db.execute(STAND_IN_AMOUNTS)]
+            jobs = self._db.execute(STAND_IN_JOBS).fetchall()
+        bought = sum(amount > 0 for amount in amounts)
+        bodies = {body for _, body in jobs}
+        return amounts, [id for id, _ in jobs], bought - len(bodies)
 
     def answer(self, method: str, path: str, key: str, body: bytes) -> StandInReply:
         """Return the answer to a request; one at a time, like its database."""
@@ -4938,7 +4964,11 @@ class StandIn:
             return self._job(match[1], match[2] == "/result", line, now)
 
     def _submit(self, kind: Kind, key: str, body: bytes, now: int) -> StandInReply:
-        self.posts.append((key, time.monotonic()))
+        self.posts.append(key)
+        since_s = time.monotonic() - self._limited_s
+        again = key == self._limited or since_s > STAND_IN_FLIGHT_S
+        if again and since_s < STAND_IN_RETRY_AFTER_S:
+            self.hasty.append(f"a POST came {since_s:.1f} s after a Retry-After of 1 s")
         sha256, row = hashlib.sha256(body).hexdigest(), json.loads(body)
         there = self._db.execute(STAND_IN_FIND, {"key": key}).fetchone()
         running = self._db.execute(STAND_IN_RUNNING, {"now": now}).fetchone()[0]
@@ -4952,7 +4982,8 @@ class StandIn:
             return _stand_in_error(429, "queue_full", f"{running} jobs are running")
         if fault == Fault.RATE:
             reply = _stand_in_error(429, "rate_limit_exceeded", "slower")
-            return reply._replace(headers={"Retry-After": "1"})
+            self._limited, self._limited_s = key, time.monotonic()
+            return reply._replace(headers={"Retry-After": str(STAND_IN_RETRY_AFTER_S)})
         if fault == Fault.RESET:
             return StandInReply(None)
         if (row.get("duration") or 0) > STAND_IN_MAX_SECONDS:
@@ -4965,7 +4996,7 @@ class StandIn:
         if fault == Fault.READ:
             self._unread.add(id)
         if fault == Fault.HELD:
-            time.sleep(STAND_IN_HOLD_S)
+            self._hold()
         if fault in (Fault.LOST, Fault.PAGE):
             return StandInReply(502 if fault == Fault.PAGE else None, "<html>bad gateway</html>")
         answer = {
@@ -4981,7 +5012,7 @@ class StandIn:
         cost = seconds * STAND_IN_VIDEO_MICROS_PER_S if video else STAND_IN_IMAGE_MICROS
         # Told by the body: the same run looks the same again.
         takes_ms = STAND_IN_LEAST_MS + int(sha256[:4], 16) % STAND_IN_SPREAD_MS
-        takes_ms = STAND_IN_QUICK_MS if self._quick else takes_ms
+        takes_ms = 0 if self._quick else takes_ms
         facts = {"id": id, "key": key, "kind": kind, "sha256": sha256, "cost": cost, "now": now}
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
@@ -5008,7 +5039,8 @@ class StandIn:
         if cancelled is not None:
             usage = {"captured_usd_micros": cost, "refunded_usd_micros": cost, "status": "refunded"}
             return StandInReply(200, {"id": id, "status": "cancelled", "usage": usage})
-        if now < ends:
+        self._reads[id] += not result
+        if now < ends or (self._quick and self._reads[id] < 2):
             if result:
                 return _stand_in_error(409, "job_not_completed", "it is still running")
             queued = not self._quick and now < accepted + STAND_IN_QUEUE_S * 1000
@@ -5089,6 +5121,439 @@ def copy_stand_in(memory: Path, copy: Path) -> None:
         contextlib.closing(sqlite3.connect(copy)) as target,
     ):
         source.backup(target)
+
+
+# --- drill -------------------------------------------------------------------
+# The recovery drill: real processes are killed at every point and started again, and what
+# was charged is counted. It touches nothing of the user's and reads no API key.
+
+DRILL_KEY = "drill-key-that-must-be-nowhere"
+# Waits of a run, cut short: the order of things is what is drilled.
+DRILL_CONSTANTS = {
+    "BACKOFF_BASE_S": 0.02,
+    "BACKOFF_FLOOR_S": 0.001,
+    "BACKOFF_CAP_S": 0.2,
+    "TICK_S": 0.05,
+}
+# A process that takes longer than this hangs; a busy machine takes seconds.
+DRILL_LIMIT_S = 60.0
+# Kills at each of the first commits: between them lies every state that a row can be in.
+DRILL_COMMITS = 8
+
+_RUN = ("--poll-interval", "0.02s", "--writes-per-minute", "0", "--reads-per-minute", "0")
+DRILL_COMMANDS: tuple[tuple[str, ...], ...] = (
+    ("run", "rows.jsonl", *_RUN),
+    ("retry", "refused", "--yes"),
+    ("resolve", "conflict", "--resend", "--yes"),
+    ("add", "more.jsonl"),
+    ("add", "other.jsonl", "--replace"),
+    ("cancel", "more", "--yes"),
+)
+# What a user does after a kill: the same command again, and what is left, twice.
+DRILL_RESTART: tuple[tuple[str, ...], ...] = (DRILL_COMMANDS[0], ("run", *_RUN), ("run", *_RUN))
+# Where a fault of the wire is crossed with a kill; None is no kill.
+DRILL_CROSSED = (None, "record_prepared:after:1", "submit:after:1", "record_accepted:before:1")
+SECOND_RUNNER = "second runner"
+HELD_KILL = "killed while the answer is held"
+
+
+class DrillLine(NamedTuple):
+    """One trial: where the process dies, and what the wire does meanwhile."""
+
+    point: str | None = None
+    fault: Fault | None = None
+    # Kills by the clock: seconds after the start of each process.
+    kills_s: tuple[float, ...] = ()
+    number: int = 0
+
+    @property
+    def name(self) -> str:
+        if self.kills_s:
+            return f"random:{self.number}"
+        return " + ".join(part for part in (self.fault, self.point) if part) or "no kill"
+
+
+class Drilled(NamedTuple):
+    """What a trial showed."""
+
+    line: DrillLine
+    posts: int
+    jobs: int
+    charges: int
+    # Jobs beyond the first one of a body, and rows that are not where they must end.
+    doubles: int
+    lost: int
+    # From the restart to its last final row.
+    recovery_s: float
+    problems: Sequence[str]
+    # How often the first process called what a kill can be tied to.
+    counts: Mapping[str, int]
+
+    @property
+    def clean(self) -> bool:
+        return not (self.doubles or self.lost or self.problems)
+
+
+def crash_methods() -> list[tuple[type, str]]:
+    """Return all that records a fact or calls the API: a new method is a new crash point."""
+    records = [name for name in vars(Ledger) if name.startswith("record_")]
+    calls = [name for name in vars(Sume) if not name.startswith("_") and name != "close"]
+    return [*((Ledger, name) for name in [*records, "_commit"]), *((Sume, name) for name in calls)]
+
+
+def be_drilled(
+    run: Callable[..., object],
+    commands: Sequence[Sequence[str]],
+    point: str | None,
+    counts_file: str,
+) -> NoReturn:
+    """Be the process of a trial: run commands, count calls, and die at the point.
+
+    `run` is the command line; a point reads `record_accepted:after:2`. The methods are
+    replaced in subclasses, so that no code of a normal run knows of drills.
+    """
+    globals().update(DRILL_CONSTANTS)
+    counts: Counter[str] = Counter()
+    wanted, when, nth = (point or "::0").split(":")
+    for base in (Ledger, Sume):
+        mined = {
+            name: _mine(getattr(owner, name), name, counts, (wanted, when, int(nth)))
+            for owner, name in crash_methods()
+            if owner is base
+        }
+        globals()[base.__name__] = type(base.__name__, (base,), mined)
+    code: object = 0
+    for command in commands:
+        try:
+            run(list(command), prog_name="sume-resume")
+        except SystemExit as exc:
+            code = exc.code
+    with contextlib.suppress(OSError), os.fdopen(os.open(counts_file, _LOG_FLAGS), "w") as file:
+        json.dump(counts, file)
+    sys.exit(cast(int, code))
+
+
+_LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+
+
+def _mine(
+    original: Callable[..., Any], name: str, counts: Counter[str], point: tuple[str, str, int]
+) -> Callable[..., Any]:
+    """Return a method that counts its calls, and kills the process before or after one."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        counts[name] += 1
+        wanted, when, nth = point
+        hit = name == wanted and counts[name] == nth
+        if hit and when == "before":
+            _die()
+        result = original(self, *args, **kwargs)
+        if hit:
+            _die()
+        return result
+
+    return method
+
+
+def _die() -> NoReturn:
+    os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
+    os._exit(137)
+
+
+class _Expected(NamedTuple):
+    """A row of the drill, and the statuses in which it may end."""
+
+    fields: Mapping[str, Any]
+    ends: frozenset[Status] = frozenset({Status.COMPLETED})
+
+
+_ENDS_BADLY = frozenset({Status.REJECTED, Status.REVIEW, Status.CANCELLED})
+
+
+def drill_rows(fault: Fault | None) -> dict[str, _Expected]:
+    """Return the rows of a trial by id: with one fault, or with all that end soon."""
+    rows = {"plain": _Expected({}), "picture": _Expected({"kind": "image"})}
+    faults = [fault] if fault else [Fault.LOST, Fault.RESET, Fault.PAGE, Fault.QUEUE, Fault.READ]
+    for one in faults:
+        rows[str(one).replace(" ", "-")] = _Expected({"stand_in": one})
+    rows["refused"] = _Expected({"duration": STAND_IN_MAX_SECONDS + 1}, _ENDS_BADLY)
+    rows["conflict"] = _Expected({"stand_in": Fault.CONFLICT}, _ENDS_BADLY)
+    rows["last"] = _Expected({})
+    return rows
+
+
+class Trial:
+    """Runs one line in a folder of its own, against a stand-in that outlives the kills."""
+
+    def __init__(
+        self, line: DrillLine, folder: Path, script: Path, environ: Mapping[str, str]
+    ) -> None:
+        self.line, self.folder, self._script, self._environ = line, folder, script, environ
+        self._clock = Clock()
+        self.rows = drill_rows(line.fault)
+        self.problems: list[str] = []
+        self._children: set[subprocess.Popen[bytes]] = set()
+        self._held, self._released = threading.Event(), threading.Event()
+
+    def run(self) -> Drilled:
+        """Run the commands, kill them as the line says, start again, and judge."""
+        import subprocess
+
+        try:
+            return self._run()
+        except subprocess.TimeoutExpired:
+            self.problems.append(f"a process did not end within {DRILL_LIMIT_S:.0f} s")
+        except SumeResumeError as exc:
+            self.problems.append(str(exc))
+        finally:
+            self.stop()
+        return Drilled(self.line, 0, 0, 0, 0, len(self.rows), 0.0, self.problems, {})
+
+    def _run(self) -> Drilled:
+        self.folder.mkdir()
+        self._write("rows.jsonl", {id: row.fields for id, row in self.rows.items()})
+        self._write("more.jsonl", {"more": {}})
+        self._write("other.jsonl", {"more": {"seed": 1}})
+        state = self.folder / "stand-in.db"
+        self._stand_in = StandIn(state, quick=True, watch=self._watch, hold=self._hold)
+        with self._stand_in as account:
+            self._url = account.base_url
+            self._first()
+            begin_s = self._clock.awake_s()
+            code = self._start(DRILL_RESTART, None).wait(DRILL_LIMIT_S)
+            recovery_s = self._clock.awake_s() - begin_s
+            if code not in (Exit.NOT_ALL_COMPLETED, Exit.REVIEW):
+                self.problems.append(f"the restart ended with {code}: {self._last_words()}")
+            return self._judge(recovery_s)
+
+    def stop(self) -> None:
+        """Kill what runs; a drill was interrupted."""
+        for child in list(self._children):
+            child.kill()
+            child.wait()
+
+    # -- processes --
+
+    def _first(self) -> None:
+        import subprocess
+
+        line = self.line
+        for kill_s in line.kills_s:
+            child = self._start(DRILL_COMMANDS, None)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(kill_s)
+            child.kill()
+            child.wait()
+        if line.kills_s:
+            return
+        point = None if line.point in (SECOND_RUNNER, HELD_KILL) else line.point
+        child = self._start(DRILL_COMMANDS, point)
+        if line.point == SECOND_RUNNER:
+            self._start_second()
+        if line.point == HELD_KILL and self._held.wait(DRILL_LIMIT_S):
+            child.kill()
+        code = child.wait(DRILL_LIMIT_S)
+        died = code in (-9, 137, 1) if os.name != "posix" else code in (-9, 137)
+        if line.point not in (None, SECOND_RUNNER) and not died:
+            self.problems.append(f"the point was not reached (exit {code})")
+
+    def _start_second(self) -> None:
+        """While a run waits for an answer, another one must be told at once who holds it."""
+        import subprocess
+
+        self._held.wait(DRILL_LIMIT_S)
+        second = self._start(DRILL_COMMANDS[:1], None)
+        try:
+            code = str(second.wait(DRILL_LIMIT_S))
+        except subprocess.TimeoutExpired:
+            code = "nothing"
+        self._released.set()
+        if code != str(int(Exit.LOCKED)):
+            self.problems.append(f"a second runner ended with {code}, not {Exit.LOCKED:d}")
+
+    def _start(
+        self, commands: Sequence[Sequence[str]], point: str | None
+    ) -> subprocess.Popen[bytes]:
+        import subprocess
+
+        code = (
+            f"import sys; sys.path.insert(0, {str(self._script.parent)!r}); "
+            f"import {self._script.stem} as drilled; "
+            f"drilled.be_drilled(drilled.app, {commands!r}, {point!r}, 'counts.json')"
+        )
+        keep = {name: text for name, text in self._environ.items() if not name.startswith("SUME_")}
+        settings = {"SUME_API_KEY": DRILL_KEY, "SUME_API_BASE_URL": self._url, "TERM": "dumb"}
+        with open(self.folder / "log.txt", "ab") as log:
+            child = subprocess.Popen(
+                [sys.executable, "-c", code],
+                cwd=self.folder,
+                env=keep | settings,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        self._children.add(child)
+        return child
+
+    def _hold(self) -> None:
+        """Keep an answer back: for a moment, or until the second runner has been told."""
+        self._held.set()
+        self._released.wait(DRILL_LIMIT_S if self.line.point == SECOND_RUNNER else STAND_IN_HOLD_S)
+
+    # -- judging --
+
+    def _watch(self, key: str) -> None:
+        """A request has arrived: its key must be in the ledger, as one that is being sent."""
+        try:
+            with open_ledger(self.folder / DEFAULT_LEDGER) as ledger:
+                ledger.on_busy = lambda exc, tries: None
+                sending = any(job.key == key for job in ledger.with_status(Status.SENDING))
+        except SumeResumeError as exc:
+            self.problems.append(f"a POST while the ledger cannot be read: {exc}")
+            return
+        if not sending:
+            self.problems.append(f"a POST before its key was committed: {key}")
+
+    def _judge(self, recovery_s: float) -> Drilled:
+        charges, jobs, doubles = self._stand_in.books()
+        with open_ledger(self.folder / DEFAULT_LEDGER) as ledger:
+            latest = {job.row: job for job in ledger.latest()}
+            attempts = [job for row in latest for job in ledger.attempts(row)]
+            spent = ledger.totals().cost_micros
+            for job in attempts:
+                self._check_history(job, ledger.history(job))
+        lost = sum(
+            id not in latest or latest[id].status not in row.ends for id, row in self.rows.items()
+        )
+        named = {job.job_id for job in attempts}
+        if ghosts := set(jobs) - named:
+            self.problems.append(f"jobs that no row names: {', '.join(sorted(ghosts))}")
+        if spent != sum(charges):
+            self.problems.append(f"the ledger says {spent} micros, charged were {sum(charges)}")
+        if self._stand_in.mismatches:
+            self.problems.append("a key was sent with another body")
+        if self.line.point is None and not self.line.kills_s:
+            # A kill may lose a pause that was not written down yet.
+            self.problems += self._stand_in.hasty
+        self.problems += [
+            f"the API key is in {path.name}"
+            for path in self.folder.iterdir()
+            if DRILL_KEY.encode() in _content(path)
+        ]
+        posts = len(self._stand_in.posts)
+        counted = _content(self.folder / "counts.json").decode().partition("}")[0]
+        return Drilled(
+            self.line,
+            posts,
+            len(jobs),
+            len(charges),
+            doubles,
+            lost,
+            recovery_s,
+            tuple(dict.fromkeys(self.problems)),
+            json.loads(counted + "}") if counted else {},
+        )
+
+    def _check_history(self, job: Job, history: Sequence[Recorded]) -> None:
+        ended = False
+        for fact in history:
+            if ended and fact.after not in FINAL:
+                self.problems.append(f"row '{job.row}' went back from its last word")
+            ended = ended or fact.after in FINAL
+
+    def _write(self, name: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
+        with os.fdopen(os.open(self.folder / name, _LOG_FLAGS, 0o600), "w") as file:
+            for id, fields in rows.items():
+                file.write(json.dumps({"id": id, "prompt": f"drill {id}", **fields}) + "\n")
+
+    def _last_words(self) -> str:
+        lines = _content(self.folder / "log.txt").decode(errors="replace").split("\n")
+        return inert("".join(lines[-2:-1]), 200)
+
+
+def _content(path: Path) -> bytes:
+    """Return what a file of a trial holds; nobody is connected to any of them any more."""
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+def drill_lines(counts: Mapping[str, int]) -> list[DrillLine]:
+    """Return the trials: each method that a run without kills reached, and the crossed faults."""
+    points = [
+        f"{name}:{when}:{nth}"
+        for _, name in crash_methods()
+        for nth in range(1, (DRILL_COMMITS if name == "_commit" else 2) + 1)
+        for when in ("before", "after")
+        if counts.get(name, 0) >= nth
+    ]
+    wire = [fault for fault in Fault if fault is not Fault.CONFLICT]
+    crossed = [DrillLine(point, fault) for fault in wire for point in DRILL_CROSSED]
+    special = [DrillLine(SECOND_RUNNER, Fault.HELD), DrillLine(HELD_KILL, Fault.HELD)]
+    return [*map(DrillLine, points), *crossed, *special]
+
+
+def random_lines(number: int, seed: int, span_s: float) -> list[DrillLine]:
+    """Return trials that are killed twice, at random moments of the span of a clean run."""
+    import random
+
+    lines = []
+    for n in range(1, number + 1):
+        rng = random.Random(f"{seed}:{n}")
+        lines.append(DrillLine(kills_s=(rng.uniform(0, span_s), rng.uniform(0, span_s)), number=n))
+    return lines
+
+
+DRILL_COLUMNS = ("crash point", "POSTs", "jobs", "charges", "doubles", "lost", "recovery")
+
+
+def drilled_cells(result: Drilled) -> list[str]:
+    """Return the cells of a trial, as text."""
+    counts = (result.posts, result.jobs, result.charges, result.doubles, result.lost)
+    return [result.line.name, *map(str, counts), f"{result.recovery_s:.2f} s"]
+
+
+def drilled_json(result: Drilled) -> dict[str, Any]:
+    """Return what an event says of a trial."""
+    facts = {name: value for name, value in result._asdict().items() if name != "counts"}
+    facts["recovery_s"] = round(result.recovery_s, 3)
+    return facts | {"line": result.line.name, "clean": result.clean}
+
+
+class Bench:
+    """Runs trials side by side; what runs is killed when the drill ends early."""
+
+    def __init__(self, folder: Path, script: Path, environ: Mapping[str, str]) -> None:
+        self._folder, self._script, self._environ = folder, script, environ
+        self._numbers = count(1)
+        self._trials: list[Trial] = []
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for trial in self._trials:
+            trial.stop()
+
+    def trial(self, line: DrillLine) -> Drilled:
+        """Run one trial to its end."""
+        folder = self._folder / str(next(self._numbers))
+        trial = Trial(line, folder, self._script, self._environ)
+        self._trials.append(trial)
+        return trial.run()
+
+    def trials(self, lines: Sequence[DrillLine]) -> Iterator[Drilled]:
+        """Run trials, twice as many at once as there are cores, and yield them as they end."""
+        from concurrent.futures import ThreadPoolExecutor, as_completed
+
+        pool = ThreadPoolExecutor(max_workers=2 * (os.cpu_count() or 1))
+        try:
+            for done in as_completed([pool.submit(self.trial, line) for line in lines]):
+                yield done.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 # --- cli ---------------------------------------------------------------------
@@ -6096,7 +6561,8 @@ def retry(
 ) -> None:
     """Buy rows again, on purpose.
 
-    Each gets a new attempt with a new key, which the next run sends. Refused while it is not known how the last attempt ended.
+    Each gets a new attempt with a new key, which the next run sends. Refused while it is not
+    known how the last attempt ended.
 
     Example: sume-resume retry --failed
     """
@@ -6319,7 +6785,8 @@ def backup(
 ) -> None:
     """Copy the ledger, also during a run.
 
-    The copy is made in one go, and is a ledger like any other. A file that is there is never replaced.
+    The copy is made in one go, and is a ledger like any other. A file that is there is never
+    replaced.
 
     Example: sume-resume backup jobs-2026-11-29.db
     """
@@ -6334,6 +6801,132 @@ def backup(
     voice.say(f"{file}: a copy of {path}, {_rows(totals.rows)}")
     voice.tell("backup", file=file, rows=totals.rows)
     voice.end(Exit.DONE, totals=totals_json(totals))
+
+
+@app.command(epilog="\b\n" + EXIT_CODES)
+def drill(
+    ctx: typer.Context,
+    db: DbOption = None,
+    random: Annotated[
+        int, _option("--random", metavar="N", min=0, help="N more trials, killed at any moment.")
+    ] = 0,
+    seed: Annotated[
+        int, _option("--seed", metavar="S", help="Tells the moments of --random (default 1).")
+    ] = 1,
+    only: Annotated[
+        str | None, _option("--only", metavar="LINE", help="Repeat one line of a drill.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Kill runs at every point and count the charges.
+
+    Real processes against a stand-in on this machine: needs no network and no API key, buys
+    nothing, and touches no file of yours. Exit 0 if every line is clean.
+
+    Example: sume-resume drill --random 20
+    """
+    import tempfile
+
+    voice, path = _begin(ctx, as_json, db)
+    beside = path.absolute().parent
+    try:
+        scratch = Path(tempfile.mkdtemp(prefix=".sume-resume-drill-", dir=beside))
+    except OSError as exc:
+        raise UsageError(f"--db: {beside}: cannot be written: {exc.strerror}") from exc
+    with _scratch(scratch):
+        with Bench(scratch, Path(__file__).absolute(), os.environ) as bench:
+            lines, missed = _chosen(bench, random, seed, only)
+            voice.tell("drill", lines=len(lines), not_reached=missed, folder=str(scratch))
+            done = _drill_all(bench, lines, voice)
+        failed = [result for result in done if not result.clean]
+        _show_drill(done, missed, voice)
+        for result in failed:
+            again = f" --seed {seed}" if result.line.kills_s else ""
+            voice.say(
+                f"{result.line.name}: {'; '.join(result.problems) or 'a double or a lost row'}\n"
+                f"  repeat it: sume-resume drill --only '{result.line.name}'{again}"
+            )
+        clean = f"{len(done) - len(failed)} of {len(done)} lines clean"
+        voice.say(
+            f"{clean}; {sum(result.charges for result in done)} charges, none twice"
+            if not failed
+            else clean
+        )
+        code = Exit.NOT_ALL_COMPLETED if failed else Exit.DONE
+    voice.end(code, lines=len(done), failed=len(failed))
+
+
+@contextlib.contextmanager
+def _scratch(folder: Path) -> Iterator[None]:
+    """Take a folder away at the end, whatever happens."""
+    import shutil
+
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _chosen(
+    bench: Bench, random: int, seed: int, only: str | None
+) -> tuple[list[DrillLine], Sequence[str]]:
+    """Return the trials that were asked for, and the methods that no trial reaches."""
+    # A run without kills tells what there is to kill, and how long it takes.
+    first = bench.trial(DrillLine())
+    if not first.clean:
+        problems = "; ".join(first.problems) or "rows were lost or bought twice"
+        raise LedgerError(f"the drill's run without kills is not clean: {problems}")
+    lines = [DrillLine(), *drill_lines(first.counts)]
+    lines += random_lines(random, seed, first.recovery_s)
+    missed: Sequence[str] = [name for _, name in crash_methods() if not first.counts.get(name)]
+    if only is None:
+        return lines, missed
+    if match := re.fullmatch(r"random:([0-9]{1,6})", only):
+        lines += random_lines(int(match[1]), seed, first.recovery_s)
+    chosen = [line for line in lines if line.name == only][-1:]
+    if not chosen:
+        raise UsageError(f"--only: no line '{inert(only, 80)}'; the table of a drill names them")
+    return chosen, missed
+
+
+def _drill_all(bench: Bench, lines: Sequence[DrillLine], voice: Voice) -> list[Drilled]:
+    """Run the trials, show how far they are, and return them in their order."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    console = make_console(stderr=True)
+    shown = _is_screen(sys.stderr) and not (voice.as_json and sys.stdout.isatty())
+    done: list[Drilled] = []
+    with Progress(*columns, TimeElapsedColumn(), console=console, disable=not shown) as progress:
+        task = progress.add_task("drilling", total=len(lines))
+        for result in bench.trials(lines):
+            done.append(result)
+            failed = sum(not one.clean for one in done)
+            progress.update(task, advance=1, description=f"drilling, {failed} not clean")
+            voice.tell("line", **drilled_json(result))
+    return sorted(done, key=lambda result: lines.index(result.line))
+
+
+def _show_drill(done: Sequence[Drilled], missed: Sequence[str], voice: Voice) -> None:
+    if voice.as_json:
+        return
+    rows = [drilled_cells(result) for result in done]
+    if sys.stdout.isatty():
+        from rich import box
+        from rich.table import Table
+
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for n, name in enumerate(DRILL_COLUMNS):
+            table.add_column(name, justify="left" if n == 0 else "right", no_wrap=n > 0)
+        for result, row in zip(done, rows, strict=True):
+            table.add_row(*row, style="" if result.clean else "bold red")
+        make_console().print(table)
+    else:
+        widths = [max(map(len, column)) for column in zip(DRILL_COLUMNS, *rows, strict=True)]
+        for cells in (DRILL_COLUMNS, *rows):
+            print("  ".join(cell.ljust(w) for cell, w in zip(cells, widths, strict=True)).rstrip())
+    if missed:
+        print(f"not reached by these rows: {', '.join(missed)}")
 
 
 # --- end ---------------------------------------------------------------------
