@@ -2612,8 +2612,8 @@ class Ledger:
             fd, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".new", dir=path.parent)
         except OSError as exc:
             raise UsageError(f"{path}: cannot be made: {exc.strerror}") from exc
-        os.close(fd)
         try:
+            os.close(fd)
             with self._translated(path), contextlib.closing(sqlite3.connect(name)) as copy:
                 self._db.backup(copy, progress=busy)
             _publish(Path(name), path)
