@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from conftest import POSIX, SCRIPT, until
+from test_output import events_of
 
 import sume_resume
 from sume_resume import DrillLine, Fault, crash_methods, drill_lines
@@ -100,7 +101,7 @@ def test_random_line_is_told_by_its_seed(tmp_path: Path) -> None:
     assert all(0 <= kill_s <= 2.0 for line in one for kill_s in line.kills_s)
     done = drill(tmp_path, "--only", "random:2", "--seed", "5", "--json")
     assert done.returncode == 0, done.stderr
-    assert [line["line"] for line in events(done)[1:-1]] == ["random:2"]
+    assert [line["line"] for line in events_of(done, "drill")[1:-1]] == ["random:2"]
 
 
 @pytest.mark.parametrize("args", [("--only", "nonsense"), ("--random", "-1"), ("--db", "no/x.db")])

@@ -59,6 +59,7 @@ SUMMARY_FIELDS = {
     "cancel": {"exit_code", "totals", "refused"},
     "other": {"exit_code", "totals"},
     "error": {"exit_code"},
+    "drill": {"exit_code", "lines", "failed"},
 }
 
 
@@ -143,7 +144,8 @@ def test_every_event_is_as_documented_and_every_documented_one_is_seen(
     take(shop.call("cancel", "open", "--yes", "--json"), "cancel")
     take(shop.invoke("retry", "nobody", "--json"), "error")
     seen.update(progress_and_replay(desk))
-    assert set(seen) == set(documented())
+    # test_drill looks at those of a drill.
+    assert set(seen) == set(documented()) - {"drill", "line"}
 
 
 def progress_and_replay(desk: Desk) -> list[str]:
