@@ -351,6 +351,17 @@ def quiet(text: object, limit: int = MAX_NOTE_CHARS) -> str:
     return inert(flat, limit)
 
 
+def db_flag(ledger: Path) -> str:
+    """Return the flag that names a ledger in a command to copy; none for the usual name."""
+    import shlex
+
+    name = str(ledger)
+    if name == DEFAULT_LEDGER:
+        return ""
+    # A name like a flag's is no value of a flag.
+    return f" --db {shlex.quote(f'./{name}' if name.startswith('-') else name)}"
+
+
 def shell_word(text: str) -> str:
     """Return text as the last word of a shell command, also where it looks like a flag."""
     import shlex
@@ -510,15 +521,6 @@ class Job(NamedTuple):
             and self.first_sent_at is not None
             and (self.status is not Status.REJECTED or self.job_id is not None)
         )
-
-    @property
-    def in_doubt(self) -> bool:
-        """Whether it is final here, but Sume may have a job for it, or may still make one."""
-        if self.status is Status.REJECTED:
-            # A late answer named a job after all.
-            return self.job_id is not None
-        by_sume = (self.sume_status or "").lower().startswith("cancel")
-        return self.status is Status.CANCELLED and self.first_sent_at is not None and not by_sume
 
 
 class NewRow(NamedTuple):
@@ -1369,14 +1371,23 @@ def cancel_refusal(answer: Reply | Failure) -> str:
 # What a person may ask for an attempt. Each refusal names the command that helps.
 
 
-def way_out(job: Job) -> str:
-    """Return the commands that settle a row in review."""
+def in_doubt(job: Job) -> bool:
+    """Say whether a row is final here while Sume may have a job for it, or still make one."""
+    if job.status is Status.REJECTED:
+        # A late answer named a job after all.
+        return job.job_id is not None
+    by_sume = STATUS_WORDS.get(_plain(job.sume_status or "")) is Status.CANCELLED
+    return job.status is Status.CANCELLED and job.first_sent_at is not None and not by_sume
+
+
+def way_out(job: Job, db: str = "") -> str:
+    """Return the commands that settle a row in review; `db` is the flag that names its ledger."""
     if job.job_id:
         first, other = f"to read job {job.job_id} again", "or"
     else:
         first, other = "if its job is in Sume's list", "if not"
     return (
-        f"{first}: sume-resume resolve --job-id {job.job_id or 'ID'} {shell_word(job.row)};"
+        f"{first}: sume-resume resolve{db} --job-id {job.job_id or 'ID'} {shell_word(job.row)};"
         f" {other}, in place of --job-id: --resend (buys it again) or --drop (gives it up)"
     )
 
@@ -1400,7 +1411,7 @@ def retry_refusal(job: Job, has_result: bool) -> str | None:
         case Status.COMPLETED if has_result:
             return "is completed; for another clip give it a new id, or use --take"
         case _:
-            return _doubt(job) if job.in_doubt else None
+            return _doubt(job) if in_doubt(job) else None
 
 
 def _doubt(job: Job) -> str:
@@ -1424,9 +1435,9 @@ def cancel_row_refusal(job: Job) -> str | None:
 
 def resolve_refusal(job: Job, resend: bool) -> str | None:
     """Say why there is nothing to resolve about a row, None where there is."""
-    if job.status is Status.REVIEW or (resend and job.in_doubt):
+    if job.status is Status.REVIEW or (resend and in_doubt(job)):
         return None
-    if job.in_doubt:
+    if in_doubt(job):
         return _doubt(job)
     row = shell_word(job.row)
     if job.status in FINAL:
@@ -1637,8 +1648,11 @@ def _json_row(text: str) -> dict[str, Any] | str:
     try:
         value = _DECODER.decode(text)
     except (ValueError, RecursionError) as exc:
-        return _json_flaw(exc)
+        return _LONE_CR if "\r" in text.rstrip() else _json_flaw(exc)
     return value if isinstance(value, dict) else f"expected a JSON object, got {_shown(value)}"
+
+
+_LONE_CR = "lines must end with LF or CRLF, not with CR alone"
 
 
 def _json_flaw(exc: Exception) -> str:
@@ -1647,6 +1661,8 @@ def _json_flaw(exc: Exception) -> str:
             return f"not valid JSON: {exc.msg} at column {exc.colno}"
         case RecursionError():
             return "not usable JSON: nested too deep"
+        case ValueError() if "digits" in str(exc):
+            return "not usable JSON: a number is too long"
     return f"not usable JSON: {inert(exc, 100)}"
 
 
@@ -1732,7 +1748,8 @@ def _csv_rows(lines: Iterable[TextLine]) -> Iterator[Line]:
         try:
             cells = next(reader, None)
         except csv.Error as exc:
-            yield start, f"not valid CSV: {inert(exc, 100)}"
+            alone = "newline" in str(exc)
+            yield start, _LONE_CR if alone else f"not valid CSV: {inert(exc, 100)}"
             return
         if cells is None:
             return
@@ -1837,7 +1854,7 @@ def fate_of(there: Job, row: NewRow, replace: bool) -> Fate | str:
     fate = None
     if there.status is Status.QUEUED:
         fate = Fate.REPLACE
-    elif there.status in FINAL and there.status is not Status.COMPLETED and not there.in_doubt:
+    elif there.status in FINAL and there.status is not Status.COMPLETED and not in_doubt(there):
         fate = Fate.BUY_AGAIN
     if fate is not None:
         return fate if replace else f"{problem}; {helps}, or use --replace"
@@ -2849,7 +2866,7 @@ class Ledger:
 
     def record_review(self, job: Job, why: str, now_ms: int) -> Job:
         """Only a person can tell what it is worth; the note says why, and what leads out."""
-        note = f"{quiet(why)}; {way_out(job)}"
+        note = f"{quiet(why)}; {way_out(job, db_flag(self.path))}"
         return self._change(job, "review", now_ms, why, status=Status.REVIEW, note=note)
 
     def record_status(self, job: Job, reading: Reading, now_ms: int, next_poll_at: int) -> Job:
@@ -3159,6 +3176,8 @@ class Sume:
 
     def __init__(self, account: Account, clock: Clock, tls: ssl.SSLContext | bool) -> None:
         """Raises UsageError when proxy or certificate settings cannot be used."""
+        from urllib.parse import quote
+
         import httpx
 
         self._account = account
@@ -3172,6 +3191,8 @@ class Sume:
             "Accept": "application/json",
             "Accept-Encoding": "identity",
         }
+        key = account.api_key
+        self._forms = (key, json.dumps(key)[1:-1], quote(key, safe=""), quote(key))
         self._host = httpx.URL(account.base_url).netloc.decode()
         # Loopback is reached directly: a proxy would get the key in clear.
         trust = not is_loopback(httpx.URL(account.base_url).host)
@@ -3193,8 +3214,8 @@ class Sume:
         self._submitter.close()
 
     def _hide(self, text: str) -> str:
-        """Take the key out of a text: a server may echo it, also with JSON's escapes."""
-        for form in (self._account.api_key, json.dumps(self._account.api_key)[1:-1]):
+        """Take the key out of a text: a server may echo it, in JSON's spelling or a URL's."""
+        for form in self._forms:
             text = text.replace(form, "[key]")
         return text
 
@@ -3593,7 +3614,13 @@ class Wish(NamedTuple):
 CANCEL_TRIES = 3
 
 
-def cancel_jobs(ledger: Ledger, api: Sume, clock: Clock, jobs: Iterable[Job]) -> Iterator[Wish]:
+def cancel_jobs(
+    ledger: Ledger,
+    api: Sume,
+    clock: Clock,
+    jobs: Iterable[Job],
+    say: Callable[[str], None] = lambda text: None,
+) -> Iterator[Wish]:
     """Ask Sume not to make jobs, at the pace of the write budget; say what became of each.
 
     Raises AccountError where no further wish would be heard either.
@@ -3614,7 +3641,9 @@ def cancel_jobs(ledger: Ledger, api: Sume, clock: Clock, jobs: Iterable[Job]) ->
             if isinstance(answer, Failure) or answer.code not in (429, 503) or step == CANCEL_TRIES:
                 return answer
             asked_s = retry_after_s(answer.headers) or 0.0
-            clock.sleep(max(asked_s, backoff_s(step, rng, BACKOFF_CAP_S)))
+            wait_s = max(asked_s, backoff_s(step, rng, BACKOFF_CAP_S))
+            say(f"Sume asks for a pause ({describe(answer)}); waiting {show_time(wait_s)}")
+            clock.sleep(wait_s)
         raise AssertionError("count() has no end")
 
     for job in jobs:
@@ -4431,6 +4460,9 @@ class RunView:
             case Changed(after=after):
                 self.now_ms = event.at_ms
                 self.open.pop(after.id, None)
+                # A row is shown once, by its latest attempt.
+                others = (job for job in self.recent if job.row != after.row)
+                self.recent = deque(others, maxlen=RECENT_ROWS)
                 if after.status in OPEN or after.status is Status.SENDING:
                     self.open[after.id] = after
                 elif after.status is not Status.QUEUED:
@@ -4836,6 +4868,9 @@ class StandInReply(NamedTuple):
     headers: Mapping[str, str] = MappingProxyType({})
 
 
+# Who asks it, before it is known where it listens.
+STAND_IN_ACCOUNT = Account("", STAND_IN, STAND_IN_KEY)
+
 STAND_IN_SCHEMA = (
     """
     CREATE TABLE IF NOT EXISTS jobs (
@@ -5109,18 +5144,21 @@ def _stand_in_server(stand_in: StandIn) -> ThreadingHTTPServer:
 
 def stand_in_state(ledger: Path) -> Path:
     """Return where a simulated ledger's stand-in keeps its jobs: beside the ledger."""
-    return ledger.with_name(f"{ledger.stem}.stand-in.db")
+    name = ledger.stem if ledger.suffix == ".db" else ledger.name
+    return ledger.with_name(f"{name}.stand-in.db")
 
 
 def copy_stand_in(memory: Path, copy: Path) -> None:
-    """Copy what a stand-in remembers. Raises UsageError where a file has that name."""
-    if os.path.lexists(copy):
-        raise UsageError(f"{copy}: is there already, and is not replaced; name another file")
-    with (
-        contextlib.closing(sqlite3.connect(memory)) as source,
-        contextlib.closing(sqlite3.connect(copy)) as target,
-    ):
-        source.backup(target)
+    """Copy what a stand-in remembers; a copy that fails leaves nothing. Raises LedgerError."""
+    try:
+        with (
+            contextlib.closing(sqlite3.connect(memory)) as source,
+            contextlib.closing(sqlite3.connect(copy)) as target,
+        ):
+            source.backup(target)
+    except sqlite3.Error as exc:
+        copy.unlink(missing_ok=True)
+        raise LedgerError(f"{copy}: the stand-in's memory cannot be copied there: {exc}") from exc
 
 
 # --- drill -------------------------------------------------------------------
@@ -5561,7 +5599,7 @@ class Bench:
 
 
 # A command of ours within a text.
-_COMMAND = r"\bsume-resume (run|add|status|retry|cancel|resolve|backup)\b"
+_COMMAND = r"(?<!['\"])\bsume-resume (run|add|status|retry|cancel|resolve|backup)\b(?! --db)"
 
 
 class Voice:
@@ -5574,17 +5612,12 @@ class Voice:
 
     def about(self, ledger: Path, simulated: bool = False) -> None:
         """Name this ledger in the commands that are said, unless they find it by themselves."""
-        import shlex
-
-        name = str(ledger)
-        # A name like a flag's is no value of a flag.
-        named = f" --db {shlex.quote(f'./{name}' if name.startswith('-') else name)}"
         found = os.environ.get("SUME_RESUME_DB")
-        self._flags = "" if str(ledger) == (found or DEFAULT_LEDGER) else named
+        self._flags = "" if str(ledger) == found else db_flag(ledger)
         self._run_flags = self._flags
         if simulated:
             usual = str(ledger) == (found or DEFAULT_SIMULATED_LEDGER)
-            self._run_flags = " --simulate" + ("" if usual else named)
+            self._run_flags = " --simulate" + ("" if usual else self._flags)
 
     def say(self, text: str) -> None:
         _complain(self.complete(text))
@@ -5900,6 +5933,20 @@ def add_rows(
         return fill(ledger)
 
 
+def _lock_new(path: Path, stack: contextlib.ExitStack) -> None:
+    """Hold the lock of a ledger that is to be made; wait while another process makes it."""
+    clock = Clock()
+    until_s = clock.awake_s() + BUSY_TIMEOUT_MS / 1000
+    while not path.exists():
+        try:
+            stack.enter_context(RunLock(path))
+            return
+        except LockedError:
+            if clock.awake_s() >= until_s:
+                raise
+            clock.sleep(0.05)
+
+
 def _keep_namespace(ledger: Ledger, namespace: str | None) -> None:
     made_with = ledger.meta("namespace")
     if namespace not in (None, made_with):
@@ -5962,8 +6009,7 @@ def add(
         raise UsageError("name a FILE, or give --prompt (and --id) for one row, and not both")
     _check_namespace(namespace)
     with contextlib.ExitStack() as stack:
-        if not path.exists():
-            stack.enter_context(RunLock(path))
+        _lock_new(path, stack)
         if file is not None:
             stream = _open_input(file, stack)
         else:
@@ -6058,7 +6104,7 @@ def run(
             stream = _open_input(file, stack) if file is not None else None
             asked = None
             if simulate:
-                asked = Account("", STAND_IN, STAND_IN_KEY)
+                asked = STAND_IN_ACCOUNT
             elif os.environ.get("SUME_API_KEY"):
                 asked = account_from(os.environ)
             ttl_s = key_ttl or (None if simulate else KEY_TTL_S)
@@ -6086,6 +6132,8 @@ def run(
         if path.exists():
             with open_ledger(path) as there:
                 there.quick_check()
+                # Before a row is added: what is refused for its account changes nothing.
+                check_account(there, account or STAND_IN_ACCOUNT, adopt_account)
         if file is not None:
             stream = _open_input(file, stack)
             name = "stdin" if file == "-" else file
@@ -6152,7 +6200,11 @@ def plan_of(
         send = [changed.pop(job.row) if job.row in changed else new_row_of(job) for job in mine]
         outside = [job.row for job in queued if scope is not None and job.row not in scope]
         now_ms, sending = Clock().wall_ms(), ledger.with_status(Status.SENDING)
-        review = [job for job in sending if too_old(job.first_sent_at or 0, now_ms, key_ttl_s)]
+        origin = ledger.meta("origin")
+        moved = account is not None and origin not in (None, account.origin)
+        review = [
+            job for job in sending if moved or too_old(job.first_sent_at or 0, now_ms, key_ttl_s)
+        ]
         replay = [job for job in sending if job not in review]
         return Plan([*send, *changed.values()], replay, review, outside)
 
@@ -6574,7 +6626,7 @@ def retry(
         jobs = _named(ledger, rows or [])
         jobs += [job for status in ended if failed for job in ledger.with_status(status)]
         if failed:
-            jobs = [job for job in jobs if not job.in_doubt]
+            jobs = [job for job in jobs if not in_doubt(job)]
         _check_all(jobs, lambda job: retry_refusal(job, bool(ledger.outputs(job))))
         if jobs:
             _confirm(voice, f"Buy again, as new paid attempts: {_list(jobs)}?", yes)
@@ -6622,13 +6674,22 @@ def cancel(
         moved = _drop_queued(ledger, queued, voice)
         asked += [job for job in moved if job.status in OPEN]
         sending = ledger.with_status(Status.SENDING) if all else []
-        left = [job for job in [*moved, *sending] if job.status not in OPEN]
-        for job in left:
+        left = {job.id: job for job in [*moved, *sending] if job.status not in OPEN}
+        for job in left.values():
             _tell_refused(voice, job, cancel_row_refusal(job) or "was sent in the meantime")
         code, refused = Exit.NOT_ALL_COMPLETED if left else Exit.DONE, len(left)
         if asked:
-            api, _ = client or stack.enter_context(_client_for(ledger))
-            code, more = _ask_to_cancel(ledger, api, asked, voice, code)
+            ledger.on_busy = _wait_a_minute
+            try:
+                api, _ = client or stack.enter_context(_client_for(ledger))
+                code, more = _ask_to_cancel(ledger, api, asked, voice, code)
+            except (UsageError, AccountError) as exc:
+                # A run took rows while the question was open, and there is no one to ask.
+                code, more = Exit.ACCOUNT, len(asked)
+                for job in asked:
+                    _tell_refused(
+                        voice, job, f"was sent in the meantime; Sume was not asked: {exc}"
+                    )
             refused += more
         totals = ledger.totals()
         if all and totals.by_status[Status.REVIEW]:
@@ -6636,6 +6697,12 @@ def cancel(
         if not jobs and not left:
             voice.say("no row is queued or at Sume")
         voice.end(code, refused=refused, totals=totals_json(totals))
+
+
+def _wait_a_minute(exc: LedgerBusy, tries: int) -> None:
+    """Wait for another process that writes: what Sume was asked must be recorded."""
+    if tries >= BUSY_TRIES:
+        raise exc
 
 
 def _drop_queued(ledger: Ledger, jobs: Sequence[Job], voice: Voice) -> list[Job]:
@@ -6665,7 +6732,7 @@ def _ask_to_cancel(
     """Ask Sume to cancel jobs, one after the other; return the exit code and the refusals."""
     refused, done = 0, 0
     try:
-        for before, job, refusal in cancel_jobs(ledger, api, Clock(), jobs):
+        for before, job, refusal in cancel_jobs(ledger, api, Clock(), jobs, voice.say):
             done += 1
             if refusal:
                 refused += 1
@@ -6792,11 +6859,14 @@ def backup(
     """
     voice, path = _begin(ctx, as_json, db)
     with _open(voice, path) as ledger:
-        memory = stand_in_state(path)
-        if ledger.meta("origin") == STAND_IN and memory.exists():
-            # What was simulated needs its stand-in's memory, or its jobs are not known.
-            copy_stand_in(memory, stand_in_state(Path(file)))
+        # What was simulated needs its stand-in's memory, or its jobs are not known.
+        memory, copy = stand_in_state(path), stand_in_state(Path(file))
+        simulated = ledger.meta("origin") == STAND_IN and memory.exists()
+        if simulated and os.path.lexists(copy):
+            raise UsageError(f"{copy}: is there already, and is not replaced; name another file")
         ledger.copy_to(Path(file))
+        if simulated:
+            copy_stand_in(memory, copy)
         totals = ledger.totals()
     voice.say(f"{file}: a copy of {path}, {_rows(totals.rows)}")
     voice.tell("backup", file=file, rows=totals.rows)
@@ -6950,6 +7020,10 @@ def main() -> None:
         app(prog_name="sume-resume")
     except SystemExit as exc:
         code = exc.code
+    except (Stopped, KeyboardInterrupt) as exc:
+        # Met before a command began, or while it said its last words.
+        signum = exc.signum if isinstance(exc, Stopped) else signal.SIGINT
+        code = Exit(128 + signum)
     except OSError as exc:
         # Met before a command began, where the boundary is: --version on a full disk.
         _complain(f"error: {exc.strerror}")
@@ -6958,6 +7032,8 @@ def main() -> None:
 
 
 def _raise_stopped(signum: int, frame: object) -> None:
+    # Once is enough: what ends must be able to end.
+    signal.signal(signum, signal.SIG_IGN)
     raise Stopped(signum)
 
 

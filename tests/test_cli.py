@@ -184,7 +184,9 @@ def test_5_another_key_on_a_used_ledger(shop: Shop) -> None:
     assert done.returncode == 5
     assert b"--adopt-account" in done.stderr
     assert len(shop.server.posts) == 1
-    assert shop.run("--adopt-account", SUME_API_KEY="another").returncode == 0
+    assert set(shop.jobs()) == {"r1"}
+    adopted = shop.run("clips.jsonl", "--adopt-account", SUME_API_KEY="another")
+    assert adopted.returncode == 0
     assert len(shop.server.charges) == 2
 
 

@@ -277,6 +277,15 @@ def test_view_remembers_few_rows_that_ended() -> None:
     assert len(view.rows(10_000)) == sume_resume.RECENT_ROWS
 
 
+def test_row_is_shown_once_by_its_latest_attempt() -> None:
+    view = sume_resume.RunView()
+    old = job(1, Status.REJECTED)
+    new = job(9, Status.SENDING, row="r1", attempt=2)
+    view.follow(Changed(job(1), old, START_MS))
+    view.follow(Changed(job(9, Status.QUEUED, row="r1", attempt=2), new, START_MS))
+    assert [one.id for one in view.rows(10)] == [9]
+
+
 def test_row_that_waits_again_leaves_the_view() -> None:
     view = RunView()
     view.follow(Changed(job(1, Status.QUEUED), job(1, Status.SENDING), START_MS))

@@ -402,6 +402,21 @@ def test_many_rows_in_flat_memory(form: str, count: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("data", "name", "said"),
+    [
+        (b"id,prompt\rr1,a\r", "x.csv", "LF or CRLF"),
+        (b'{"prompt":"a"}\r{"prompt":"b"}\r', "x.jsonl", "LF or CRLF"),
+        (b'{"prompt":"a","seed":' + b"9" * 5000 + b"}", "x.jsonl", "a number is too long"),
+    ],
+    ids=["CR in CSV", "CR in JSONL", "5000 digits"],
+)
+def test_what_python_would_say_in_its_own_words(
+    book: Book, data: bytes, name: str, said: str
+) -> None:
+    assert said in book.refuse(data, name)
+
+
+@pytest.mark.parametrize(
     ("data", "said"),
     [
         (b"id,prompt\nr1,a\nr2,b,c\n", "x.csv:3: expected 2 cells as in the header, got 3"),

@@ -416,6 +416,16 @@ def test_plan_of_many_models_takes_no_time(shop: Shop) -> None:
     assert time.process_time() - begin < 8
 
 
+def test_plan_after_another_base_url(desk: Desk) -> None:
+    """What was sent elsewhere would go to review, as the run does it."""
+    desk.server.on_submit = drop_after
+    desk.add(*clips(1))
+    desk.run(deadline_s=1)
+    args = ("run", "--dry-run", "--json", "--key-ttl", "10000d")
+    done = desk.command(*args, SUME_API_BASE_URL="http://127.0.0.1:1")
+    assert [line["type"] for line in events_of(done, "plan")] == ["would_review", "summary"]
+
+
 # -- output that finds no room --
 
 
@@ -434,6 +444,21 @@ def test_output_that_is_lost_is_no_success(shop: Shop, args: tuple[str, ...]) ->
         )
     assert done.returncode == 8, done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@POSIX
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_signal_before_a_command_began(shop: Shop, signum: int) -> None:
+    """While the command line is built there is no boundary yet; still no traceback leaves."""
+    stop = f"import os, sume_resume as s; s.app = lambda **k: os.kill(os.getpid(), {signum})"
+    start = f"{stop}\nimport signal; signal.signal({signum}, signal.default_int_handler if"
+    start += f" {signum} == 2 else signal.SIG_DFL)\ns.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", start, "status"], cwd=shop.folder,
+        env=shop.env | {"PYTHONPATH": str(SCRIPT.parent)}, capture_output=True, timeout=30,
+    )  # fmt: skip
+    assert done.returncode == 128 + signum, done.stderr
+    assert b"Traceback" not in done.stderr
 
 
 @POSIX

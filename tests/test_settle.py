@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import KEY, START_MS, Desk, Shop, clips, statuses
+from conftest import KEY, POSIX, START_MS, Desk, Shop, clips, statuses
 from servers import (
     FakeJob,
     FakeSume,
@@ -191,12 +191,13 @@ paths = pytest.mark.parametrize("into", INTO_REVIEW, ids=lambda path: path.__nam
 
 def command_of(note: str, way: str, job_id: str) -> list[str]:
     """Return the command that a note names, with one of its three ways."""
-    match = re.search(r"sume-resume (resolve --job-id \S+ .+?); (?:if not|or), in place of", note)
+    match = re.search(r"sume-resume (resolve .*?--job-id \S+ .+?); (?:if not|or), in place", note)
     assert match, note
     assert all(option in note for option in ("--resend", "--drop"))
     words = shlex.split(match[1])
-    assert words[:2] == ["resolve", "--job-id"]
-    return [words[0], *(["--job-id", job_id] if way == "--job-id" else [way]), "--yes", *words[3:]]
+    assert words[3] == "--job-id"
+    chosen = ["--job-id", job_id] if way == "--job-id" else [way]
+    return [*words[:3], *chosen, "--yes", *words[5:]]
 
 
 def job_at_sume(desk: Desk) -> str:
@@ -938,6 +939,109 @@ def test_late_id_of_a_row_that_has_ended_puts_it_in_doubt(desk: Desk, way: str) 
         assert ledger.totals().cost_unknown_rows == 1
     assert "--resend" in refused(desk, "retry", "r1", "--yes")
     assert "no row has failed" in ok(desk, "retry", "--failed", "--yes")
+
+
+@pytest.mark.parametrize("word", ["cancel_failed", "cancelling", "Cancel requested"])
+def test_word_like_cancelled_proves_nothing(desk: Desk, word: str) -> None:
+    desk.add(*clips(1))
+    desk.server.final = lambda job: {"id": job.id, "status": word, "terminal": True}
+    desk.run()
+    ok(desk, "resolve", "r1", "--drop", "--yes")
+    assert "--resend" in refused(desk, "retry", "r1", "--yes")
+
+
+def test_account_is_checked_before_a_row_is_added(shop: Shop) -> None:
+    shop.run(shop.rows(*clips(1)))
+    shop.rows(*clips(3), name="more.jsonl")
+    before = shop.files()
+    for args, env in ((("more.jsonl",), {"SUME_API_KEY": "another"}),
+                      (("more.jsonl", "--simulate", "--db", "jobs.db"), {})):  # fmt: skip
+        done = shop.run(*args, **env)
+        assert done.returncode == 5
+        assert b"nothing was changed" in done.stderr
+        assert b"added" not in done.stderr
+        assert shop.files() == before
+
+
+def test_backup_of_a_simulated_ledger_is_all_or_nothing(shop: Shop) -> None:
+    shop.run(shop.rows(*clips(1)), "--simulate", "--db", "try.db")
+    (shop.folder / "taken.db").write_text("mine")
+    (shop.folder / "half.stand-in.db").write_text("mine")
+    before = shop.files()
+    for name in ("none/x.db", "taken.db", "half.db"):
+        done = shop.invoke("backup", name, "--db", "try.db")
+        assert done.returncode == 2, done.stderr
+        assert shop.files() == before
+    assert shop.invoke("backup", "try.bak", "--db", "try.db").returncode == 0
+    assert {"try.bak", "try.bak.stand-in.db"} <= set(shop.files())
+
+
+def test_row_that_a_run_takes_during_the_question_is_told_once(desk: Desk) -> None:
+    desk.add(*clips(2))
+    with open_ledger(desk.path) as ledger:
+        listed = ledger.with_status(Status.QUEUED)
+        ledger.record_account(desk.server.url, "f")
+        ledger.record_prepared(listed[0], START_MS)
+        moved = sume_resume._drop_queued(ledger, listed, sume_resume.Voice(False))
+        assert statuses(moved) == ["sending"]
+    done = desk.command("cancel", "--all", "--yes", "--json")
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["type"] for line in lines] == ["refused", "summary"]
+    assert lines[-1]["refused"] == 1
+
+
+@POSIX
+def test_no_one_to_ask_about_a_row_that_a_run_took_is_no_exit_2(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows were dropped by then, so it is not said that nothing was changed."""
+    desk.add(*clips(2))
+
+    def question(voice: object, text: str, yes: bool) -> None:
+        with open_ledger(desk.path) as ledger:
+            ledger.record_account(desk.server.url, "f")
+            sending = ledger.record_prepared(ledger.find("r1"), START_MS)
+            ledger.record_accepted(sending, "job_1", START_MS, START_MS)
+
+    monkeypatch.setattr(sume_resume, "_confirm", question)
+    done = desk.command("cancel", "--all", SUME_API_KEY=None)
+    assert done.returncode == 5
+    assert "row 'r1' was sent in the meantime" in said(done)
+    assert statuses(desk.jobs().values()) == ["pending", "cancelled"]
+
+
+def test_notes_name_the_ledger_in_every_output(shop: Shop) -> None:
+    """A hint that is copied from any of them settles the row that it is about."""
+    shop.server.submits.append(Reply(409, error("strange")))
+    shop.run(shop.rows(*clips(1)), "--db", "other.db", "--json")
+    for args in (("status",), ("status", "r1"), ("status", "--format", "csv"),
+                 ("status", "--format", "json"), ("status", "--json")):  # fmt: skip
+        text = shop.invoke(*args, "--db", "other.db").stdout.decode()
+        assert "sume-resume resolve --db other.db --job-id ID r1" in text, args
+        assert "--db other.db --db" not in text
+
+
+def test_key_in_a_urls_spelling_is_nowhere(desk: Desk) -> None:
+    desk.key = "CANARY/a+b"
+    message = "see https://x.invalid/CANARY%2Fa%2Bb and CANARY/a%2Bb"
+    desk.server.submits.append(Reply(422, error("bad", message)))
+    desk.add(*clips(1))
+    desk.run()
+    assert b"CANARY" not in desk.path.read_bytes()
+
+
+def test_two_first_adds_at_once_both_add(shop: Shop) -> None:
+    """The second one waits until the ledger is made."""
+    for n in (1, 2):
+        shop.rows(
+            *({"id": f"{n}-{m}", "prompt": "p" * 500} for m in range(3000)), name=f"{n}.jsonl"
+        )
+    processes = [
+        subprocess.Popen(shop.command("add", f"{n}.jsonl"), cwd=shop.folder, env=shop.env)
+        for n in (1, 2)
+    ]
+    assert [process.wait(60) for process in processes] == [0, 0]
+    assert len(shop.jobs()) == 6000
 
 
 def test_sume_s_own_cancelled_is_not_in_doubt(desk: Desk) -> None:
