@@ -63,7 +63,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal
+from decimal import ROUND_CEILING, Decimal
 from itertools import count, islice
 from pathlib import Path
 from types import MappingProxyType
@@ -214,6 +214,7 @@ class Exit(enum.IntEnum):
     UNFINISHED = 3
     REVIEW = 4
     ACCOUNT = 5
+    CAPPED = 6
     LOCKED = 7
     LEDGER = 8
     INTERNAL = 70
@@ -230,6 +231,7 @@ Exit codes:
   3  unfinished: a deadline or limit ended the run; run again
   4  rows need review
   5  account or connection settings need fixing
+  6  stopped at --max-cost
   7  another run holds this ledger
   8  the ledger cannot be used
   70  a fault in this program; the ledger is safe
@@ -507,6 +509,13 @@ class Job(NamedTuple):
     note: str | None
     created_at: int
     updated_at: int
+    # What it is expected to cost, reserved when it is sent under a price list.
+    estimate_micros: int | None = None
+
+    @property
+    def reserved_micros(self) -> int:
+        """What it counts against a cap while its cost is not known."""
+        return (self.estimate_micros or 0) if self.cost_unknown else 0
 
     @property
     def prompt(self) -> str:
@@ -577,6 +586,8 @@ class Totals:
     cost_micros: int = 0
     cost_unknown_rows: int = 0
     cost_known_rows: int = 0
+    # Estimates of what may have been bought and has no cost yet.
+    reserved_micros: int = 0
 
     @property
     def rows(self) -> int:
@@ -593,6 +604,7 @@ class Totals:
         self.cost_micros += (after.cost_micros or 0) - (before.cost_micros or 0)
         self.cost_known_rows += (after.cost_micros is not None) - (before.cost_micros is not None)
         self.cost_unknown_rows += after.cost_unknown - before.cost_unknown
+        self.reserved_micros += after.reserved_micros - before.reserved_micros
 
 
 # What the engine tells its listeners. It prints nothing itself.
@@ -1594,7 +1606,7 @@ def _expected(name: str, value: object) -> str | None:
 
 def _shown(value: object) -> str:
     try:
-        return inert(json.dumps(value, ensure_ascii=False), 60)
+        return inert(json.dumps(value, ensure_ascii=False, default=str), 60)
     except (ValueError, RecursionError):
         return type(value).__name__
 
@@ -1861,6 +1873,127 @@ def fate_of(there: Job, row: NewRow, replace: bool) -> Fate | str:
     if not replace:
         return f"{problem}; {helps}"
     return f"{problem}; --replace cannot change a row that is {there.status}; {helps}"
+
+
+# A price list says what a clip or an image of a model costs, in decimal dollars; an
+# estimate from it is what a cap reserves. An estimate is never a cost.
+
+_PRICE_FIELDS = ("video_usd_per_second", "image_usd")
+
+
+class Price(NamedTuple):
+    """The prices of one model, in exact dollars; None is not known."""
+
+    video_usd_per_second: Decimal | None = None
+    image_usd: Decimal | None = None
+
+
+class Prices(NamedTuple):
+    """The prices of all models, and of their resolutions where those differ."""
+
+    models: Mapping[str, Price]
+    resolutions: Mapping[tuple[str, str], Price]
+
+    def estimate(self, kind: Kind, model: str, body: bytes) -> int | None:
+        """Return what a row is expected to cost, in micros rounded up; None is not known.
+
+        A resolution's own price goes before the model's. A video needs its seconds.
+        """
+        fields = json.loads(body)
+        chosen = self.resolutions.get((model, str(fields.get("resolution"))))
+        for price in (chosen, self.models.get(model)):
+            if price is None:
+                continue
+            if kind == "image" and price.image_usd is not None:
+                return _up_to_micros(price.image_usd)
+            if kind == "video" and price.video_usd_per_second is not None:
+                seconds = fields.get("duration")
+                if not isinstance(seconds, int) or isinstance(seconds, bool):
+                    return None
+                return _up_to_micros(price.video_usd_per_second * seconds)
+        return None
+
+
+def _up_to_micros(usd: Decimal) -> int:
+    return int((usd * 1_000_000).to_integral_value(ROUND_CEILING))
+
+
+def parse_prices(text: str, name: str) -> Prices:
+    """Read a price list, TOML or JSON by the file's name.
+
+    Raises InputError, which names line and field, for whatever is not understood: a
+    misspelled price must not count as none.
+    """
+    import tomllib
+
+    try:
+        if Path(name).suffix.lower() == ".json":
+            data = json.loads(text, parse_float=Decimal, object_pairs_hook=_no_twins)
+        else:
+            data = tomllib.loads(text, parse_float=Decimal)
+    except (ValueError, RecursionError) as exc:
+        raise InputError([f"{name}: not a price list: {inert(exc, 200)}"]) from exc
+    log = InputLog()
+    models: dict[str, Price] = {}
+    resolutions: dict[tuple[str, str], Price] = {}
+
+    def complain(path: Sequence[str], problem: str) -> None:
+        field = ".".join(inert(part, 60) for part in path)
+        log.add(f"{name}:{_line_of(text, path)}", f"{field}: {problem}")
+
+    def price_of(path: tuple[str, ...], table: Any, more: tuple[str, ...]) -> Price:
+        values: dict[str, Decimal] = {}
+        for name_, value in table.items() if isinstance(table, dict) else ():
+            usd = _price(value)
+            if name_ in more:
+                continue
+            if name_ not in _PRICE_FIELDS:
+                complain((*path, name_), f"expected one of {', '.join((*_PRICE_FIELDS, *more))}")
+            elif usd is None:
+                complain((*path, name_), f'expected dollars such as "0.40", got {_shown(value)}')
+            else:
+                values[name_] = usd
+        if not isinstance(table, dict):
+            complain(path, f"expected a table, got {_shown(table)}")
+        return Price(**values)
+
+    for other in data if isinstance(data, dict) else ():
+        if other != "models":
+            complain((other,), "expected models")
+    listed = data.get("models") if isinstance(data, dict) else None
+    if not isinstance(listed, dict) or not listed:
+        complain(("models",), "expected a table of models")
+        listed = {}
+    for model, table in listed.items():
+        models[model] = price_of(("models", model), table, ("resolution",))
+        special = table.get("resolution", {}) if isinstance(table, dict) else {}
+        for name_, own in special.items() if isinstance(special, dict) else ():
+            path = ("models", model, "resolution", name_)
+            resolutions[model, name_] = price_of(path, own, ())
+        if not isinstance(special, dict):
+            complain(("models", model, "resolution"), "expected a table of resolutions")
+    log.check()
+    return Prices(models, resolutions)
+
+
+def _price(value: object) -> Decimal | None:
+    """Return exact dollars; text or a number, not below 0, and no more than a price can be."""
+    if isinstance(value, bool) or not isinstance(value, int | Decimal | str):
+        return None
+    if isinstance(value, str) and not re.fullmatch(_DECIMAL, value):
+        return None
+    usd = Decimal(value)
+    return usd if usd.is_finite() and 0 <= usd <= MAX_MICROS // 1_000_000 else None
+
+
+def _line_of(text: str, path: Sequence[str]) -> int:
+    """Return the line on which a field of a price list stands, as far as names tell it."""
+    line, lines = 1, text.split("\n")
+    for part in path[1:]:
+        whole = rf"(?<![\w-]){re.escape(part)}(?![\w-])"
+        found = (n for n in range(line, len(lines) + 1) if re.search(whole, lines[n - 1]))
+        line = next(found, line)
+    return line
 
 
 # --- pacing ------------------------------------------------------------------
@@ -2189,6 +2322,11 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "PRAGMA application_id = 1400197733",
         "PRAGMA user_version = 1",
     ),
+    (
+        # What an attempt is expected to cost, reserved before it is sent; micro-USD.
+        "ALTER TABLE jobs ADD COLUMN estimate_micros INTEGER CHECK (estimate_micros >= 0)",
+        "PRAGMA user_version = 2",
+    ),
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 
@@ -2239,7 +2377,7 @@ SQL_CHANGE = """
         tries = :tries, first_sent_at = :first_sent_at, accepted_at = :accepted_at,
         finished_at = :finished_at, next_poll_at = :next_poll_at,
         poll_errors = :poll_errors, trouble = :trouble, note = :note,
-        updated_at = :updated_at
+        estimate_micros = :estimate_micros, updated_at = :updated_at
     WHERE id = :id
       AND status = :expected
 """
@@ -2303,9 +2441,26 @@ SQL_MONEY = """
     SELECT coalesce(sum(cost_micros), 0),
            coalesce(sum(cost_micros IS NULL AND first_sent_at IS NOT NULL
                         AND (status <> :rejected OR job_id IS NOT NULL)), 0),
-           count(cost_micros)
+           count(cost_micros),
+           coalesce(sum(estimate_micros) FILTER (
+               WHERE cost_micros IS NULL AND first_sent_at IS NOT NULL
+                     AND (status <> :rejected OR job_id IS NOT NULL)), 0)
     FROM jobs
 """
+# Attempts that count against a cap, and whose estimate is not known.
+SQL_UNPRICED = """
+    SELECT * FROM jobs
+    WHERE cost_micros IS NULL AND first_sent_at IS NOT NULL AND estimate_micros IS NULL
+          AND (status <> :rejected OR job_id IS NOT NULL)
+    ORDER BY id
+"""
+SQL_SENT = """
+    SELECT * FROM jobs
+    WHERE first_sent_at IS NOT NULL AND id > :after
+    ORDER BY id
+    LIMIT :limit
+"""
+SQL_FIRST_SENT = "SELECT min(first_sent_at) FROM jobs"
 SQL_EVER_SENT = "SELECT 1 FROM jobs WHERE first_sent_at IS NOT NULL LIMIT 1"
 SQL_EVER_ACCEPTED = "SELECT 1 FROM jobs WHERE job_id IS NOT NULL LIMIT 1"
 SQL_OUTPUTS = """
@@ -2591,6 +2746,21 @@ class Ledger:
         """Return a number that changes when another connection has written."""
         return cast(int, self._one(SQL_DATA_VERSION)[0])
 
+    def sent(self, batch: int = 1000) -> Iterator[Job]:
+        """Yield every attempt that may have been bought, in order."""
+        after = 0
+        while found := self._jobs(SQL_SENT, after=after, limit=batch):
+            yield from found
+            after = found[-1].id
+
+    def first_sent_at(self) -> int | None:
+        """Return when the first request of this ledger left, in ms UTC."""
+        return cast("int | None", self._one(SQL_FIRST_SENT)[0])
+
+    def unpriced(self) -> list[Job]:
+        """Return the attempts that may have cost something, which nobody can say yet."""
+        return self._jobs(SQL_UNPRICED, rejected=Status.REJECTED)
+
     def ever_sent(self) -> bool:
         return self._one(SQL_EVER_SENT) is not None
 
@@ -2788,8 +2958,11 @@ class Ledger:
 
     # -- recording what Sume does --
 
-    def record_prepared(self, job: Job, now_ms: int) -> Job:
-        """Its key and body are about to be sent; after this returns they may be."""
+    def record_prepared(self, job: Job, now_ms: int, estimate_micros: int | None = None) -> Job:
+        """Its key and body are about to be sent; after this returns they may be.
+
+        What it is expected to cost is reserved in the same commit.
+        """
         return self._change(
             job,
             "prepared",
@@ -2798,7 +2971,14 @@ class Ledger:
             tries=job.tries + 1,
             first_sent_at=job.first_sent_at or now_ms,
             trouble=None,
+            estimate_micros=job.estimate_micros if estimate_micros is None else estimate_micros,
         )
+
+    def record_estimates(self, estimates: Iterable[tuple[Job, int]], now_ms: int) -> None:
+        """Attempts that were sent without a price list have an estimate now."""
+        with self.transaction():
+            for job, micros in estimates:
+                self._change(job, "estimates", now_ms, show_usd(micros), estimate_micros=micros)
 
     def record_unclaimed(self, prepared: Job, before: Job, now_ms: int) -> Job:
         """It was prepared and never handed out: it is again what it was before."""
@@ -2886,6 +3066,19 @@ class Ledger:
             for position, url in enumerate(reading.urls):
                 self._execute(SQL_ADD_OUTPUT, job=job.id, position=position, url=url)
         return done
+
+    def record_cost(self, job: Job, cost: Cost, now_ms: int) -> Job:
+        """A job was read afresh; what it cost is known, or is something else now.
+
+        Nothing is written where nothing is new, and its status stays what it is.
+        """
+        with self.transaction():
+            current = self.job(job.id)
+            if cost.micros is None or cost.micros == current.cost_micros:
+                return current
+            detail = f"${show_usd(cost.micros)}"
+            changes = cast("dict[str, Any]", _cost_changes(current, cost))
+            return self._change(current, "cost", now_ms, detail, **changes)
 
     def record_poll_error(self, job: Job, trouble: str, now_ms: int, next_poll_at: int) -> Job:
         """A read brought nothing usable; the job itself is what it was."""
@@ -3263,6 +3456,10 @@ class Sume:
         """GET the result of a job that has ended (sume-api.md 1.3)."""
         return self._request(self._reader, "GET", f"/jobs/{job_id}/result", READ_DEADLINE_S)
 
+    def jobs(self) -> Reply | Failure:
+        """GET the newest jobs of the account (sume-api.md 1.3)."""
+        return self._request(self._reader, "GET", "/jobs?limit=100", READ_DEADLINE_S)
+
     def cancel(self, job_id: str) -> Reply | Failure:
         """POST a wish that a job is not made (sume-api.md 1.3); asking again changes nothing."""
         return self._request(
@@ -3373,6 +3570,9 @@ class Settings(NamedTuple):
     job_deadline_s: float | None = None
     # Send at most so many rows that were never sent before.
     limit: int | None = None
+    # Send nothing that could bring the costs and estimates of all attempts over this.
+    max_cost_micros: int | None = None
+    prices: Prices | None = None
 
 
 class Errand(enum.Enum):
@@ -3678,6 +3878,72 @@ def _wish(before: Job, job: Job, refusal: str) -> Wish:
     return Wish(before, job, f"it is {job.status} by now")
 
 
+def reread(ledger: Ledger, api: Sume, clock: Clock) -> Iterator[tuple[Job, str, int | None]]:
+    """Read every job of a ledger afresh, at the pace of the read budget; record new costs.
+
+    Yields each attempt as it is afterwards, why it could not be read, and what it had cost.
+    Raises AccountError where no further read would be answered either.
+    """
+    budget = Budget(READS_PER_MINUTE)
+    for job in ledger.sent():
+        if job.job_id is None:
+            continue
+        clock.sleep(max(0.0, budget.ready_s - clock.awake_s()))
+        budget.take(clock.awake_s())
+        reading = reading_of(api.read(job.kind, job.job_id), job.job_id)
+        if reading.said is Said.HALTED:
+            raise AccountError(reading.trouble)
+        if reading.said is not Said.STATUS:
+            gone = "Sume does not know it" if reading.said is Said.GONE else "could not be read"
+            yield job, f"{gone} ({reading.trouble})", job.cost_micros
+            continue
+        after = ledger.record_cost(job, reading.cost, clock.wall_ms())
+        yield after, "", job.cost_micros
+
+
+def jobs_of_nobody(ledger: Ledger, api: Sume) -> tuple[list[str], str]:
+    """Return the jobs of Sume's list that this ledger does not know, or why there is no list.
+
+    Only the newest ones are listed (sume-api.md 1.3), and only what was made since the first
+    send of this ledger could be its own.
+    """
+    answer = api.jobs()
+    if isinstance(answer, Failure):
+        return [], answer.text
+    listed = unwrap(answer.data).get("jobs", _dig(answer.data, "data"))
+    if not 200 <= answer.code < 300 or not isinstance(listed, list):
+        return [], describe(answer)
+    since = ledger.first_sent_at() or 0
+    found = []
+    for one in listed:
+        id = job_id_of(one)
+        made = _made_at_ms(one)
+        if id is not None and (made is None or made >= since) and ledger.holder(id) is None:
+            found.append(id)
+    return found, ""
+
+
+def _made_at_ms(job: object) -> int | None:
+    """Return when a listed job was made, where it says so in ISO 8601."""
+    from datetime import datetime
+
+    said = _dig(job, "created_at")
+    try:
+        return round(datetime.fromisoformat(said).timestamp() * 1000)
+    except (TypeError, ValueError):
+        return None
+
+
+class Capped(NamedTuple):
+    """What a cap kept from being sent."""
+
+    rows: int
+    # Rows of these have no known price.
+    unpriced: int
+    # What the cap would have to be for the others.
+    needed_micros: int
+
+
 class Ending(NamedTuple):
     """How a run ended: by a signal, a halt, a deadline, or with nothing left to do."""
 
@@ -3686,6 +3952,7 @@ class Ending(NamedTuple):
     deadline: bool = False
     # The flags that can leave rows unfinished.
     limits: Sequence[str] = ()
+    capped: Capped | None = None
     # Submits that Sume answered with a job it had already, by the key.
     hits: int = 0
 
@@ -3732,6 +3999,8 @@ class Engine:
         self._holding = False
         self._hits = 0
         self._version = 0
+        # Attempts that count against a cap with nobody knowing how much.
+        self._unpriced: list[Job] = []
 
     # -- life of a run --
 
@@ -3762,7 +4031,23 @@ class Engine:
         settings = self._settings
         given = {"--limit": settings.limit, "--job-deadline": settings.job_deadline_s}
         limits = [flag for flag, value in given.items() if value is not None]
-        return Ending(self._signal, halt, self._deadline_passed(), limits, self._hits)
+        ended = (self._signal, halt, self._deadline_passed(), limits)
+        return Ending(*ended, self._capped(), self._hits)
+
+    def _capped(self) -> Capped | None:
+        """Return what the cap keeps from being sent, if it is what ended the sending."""
+        limit = self._settings.limit
+        if self._settings.max_cost_micros is None or self._signal is not None or self._halt:
+            return None
+        if limit is not None and len(self._first_sends) >= limit:
+            return None
+        queued = [job for job in self._ledger.with_status(Status.QUEUED) if self._in_scope(job)]
+        priced = [micros for job in queued if (micros := self._estimate(job)) is not None]
+        first = next((job for job in queued if self._estimate(job) is not None), None)
+        if not queued or (first is not None and self._fits(first)):
+            return None
+        spent = self._totals.cost_micros + self._totals.reserved_micros
+        return Capped(len(queued), len(queued) - len(priced), spent + sum(priced))
 
     def _last_answers(self, answers: Sequence[Answer]) -> list[Answer]:
         """Wait for the submits that are still on their way when nothing can be recorded."""
@@ -3785,11 +4070,27 @@ class Engine:
         self._ledger.on_busy = self._wait_for_ledger
         now_ms = self._clock.wall_ms()
         self._pacing.restore(self._ledger.pace, self._start_s, now_ms)
+        if self._settings.max_cost_micros is not None:
+            self._price_what_was_sent(now_ms)
         self._totals = self._ledger.totals()
         jobs = self._active()
         for job in jobs:
             self._meet(job, self._start_s)
         self._listen(Started(self._totals, jobs, now_ms))
+
+    def _price_what_was_sent(self, now_ms: int) -> None:
+        """Estimate what was sent without prices, since all attempts count against a cap."""
+        found = [(job, self._estimate(job)) for job in self._ledger.unpriced()]
+        known = [(job, micros) for job, micros in found if micros is not None]
+        self._ledger.record_estimates(known, now_ms)
+        self._unpriced = [job for job, micros in found if micros is None]
+        if self._unpriced:
+            first = self._unpriced[0]
+            self._tell(
+                f"{len(self._unpriced)} attempts may have cost something, and neither a cost nor"
+                f" a price is known (model {first.model}); under --max-cost nothing is sent",
+                first.row,
+            )
 
     def _active(self) -> list[Job]:
         """Return the attempts that Sume may be working on."""
@@ -3882,7 +4183,8 @@ class Engine:
 
     def _prepare(self, job: Job, now_s: float, now_ms: int) -> Call:
         earlier = job.status is Status.SENDING
-        ready = self._changed(job, self._ledger.record_prepared(job, now_ms), now_ms)
+        prepared = self._ledger.record_prepared(job, now_ms, self._estimate(job))
+        ready = self._changed(job, prepared, now_ms)
         seen, ahead_ms = self._see(job), self._clock.ahead_ms()
         seen.ahead_ms = max(seen.ahead_ms, ahead_ms) if earlier else ahead_ms
         call = Call(
@@ -3911,10 +4213,25 @@ class Engine:
             self._review(job, f"an earlier send may have arrived, and {why}", now_ms)
         return None
 
+    def _estimate(self, job: Job) -> int | None:
+        prices = self._settings.prices
+        return prices.estimate(job.kind, job.model, job.body) if prices else None
+
+    def _fits(self, job: Job) -> bool:
+        """Say whether a row can be bought without any chance to exceed the cap."""
+        cap = self._settings.max_cost_micros
+        if cap is None:
+            return True
+        micros = self._estimate(job)
+        spent = self._totals.cost_micros + self._totals.reserved_micros
+        return micros is not None and not self._unpriced and spent + micros <= cap
+
     def _next_queued(self, submits: int, now_s: float) -> Job | None:
-        """Return the next row that may be sent, if Sume's queue has room."""
+        """Return the next row that may be sent, if Sume's queue and the cap have room."""
         window, ours = self._pacing.window, self._open_count() + submits
         job = self._peek_queued() if window.has_room(ours, now_s) else None
+        if job is not None and not self._fits(job):
+            return None
         if job is not None:
             window.sent(ours, now_s)
             self._after = job.id
@@ -3931,7 +4248,8 @@ class Engine:
         while batch := self._ledger.with_status(Status.QUEUED, self._after, 100):
             for job in batch:
                 again = job.id in self._first_sends
-                if self._in_scope(job) and (again or not spent):
+                priced = self._settings.max_cost_micros is None or self._estimate(job) is not None
+                if self._in_scope(job) and (again or not spent) and priced:
                     return job
                 self._after = job.id
         return None
@@ -4275,8 +4593,11 @@ class Engine:
                 return True
         if self._halt is not None:
             return False
-        sending = self._ledger.with_status(Status.SENDING, limit=1)
-        return bool(sending) or self._peek_queued() is not None
+        if self._ledger.with_status(Status.SENDING, limit=1):
+            return True
+        # What does not fit under the cap waits for what is open, and nothing is open.
+        queued = self._peek_queued()
+        return queued is not None and self._fits(queued)
 
     def _wait_s(self) -> float:
         """Return how long nothing can be due; an answer or a signal ends the wait sooner."""
@@ -4622,6 +4943,7 @@ EVENT_WORDS: Mapping[str, str] = {
     "found": "a person named its job",
     "cancel_asked": "Sume was asked to cancel it",
     "prepared": "key and body stored, about to be sent",
+    "estimates": "its price was estimated, in dollars",
     "unclaimed": "not sent after all: the run was stopped",
     "returned": "did not arrive, or was turned away; queued again",
     "unanswered": "no usable answer; the same key will ask again",
@@ -4631,6 +4953,7 @@ EVENT_WORDS: Mapping[str, str] = {
     "review": "needs a person",
     "status": "read",
     "final": "ended",
+    "cost": "its cost was read afresh",
     "poll_error": "a read brought nothing usable",
 }
 
@@ -4793,19 +5116,60 @@ class JsonLog:
 PLAN_ROWS = 20
 
 
+class Group(NamedTuple):
+    """Rows of one model and kind: how many, their seconds, and what is expected of them."""
+
+    rows: int = 0
+    seconds: int = 0
+    micros: int = 0
+    unpriced: int = 0
+
+
+def estimate_lines(rows: Iterable[NewRow], prices: Prices | None) -> Iterator[str]:
+    """Yield a line per model, and with a price list the estimate of all.
+
+    Rows without a known price are named as such, and never counted as 0.
+    """
+    groups: dict[tuple[str, Kind], Group] = {}
+    for row in rows:
+        group = groups.get((row.model, row.kind), Group())
+        micros = prices.estimate(row.kind, row.model, row.body) if prices else None
+        groups[row.model, row.kind] = Group(
+            group.rows + 1,
+            group.seconds + (row.duration_s or 0),
+            group.micros + (micros or 0),
+            group.unpriced + (micros is None),
+        )
+    for (model, kind), group in islice(groups.items(), PLAN_ROWS):
+        parts = [f"{group.rows} {kind}{'' if group.rows == 1 else 's'}"]
+        parts += [f"{group.seconds} s"] if group.seconds else []
+        yield f"  {inert(model)}  {', '.join([*parts, *_expected_cost(group, prices)])}"
+    if len(groups) > PLAN_ROWS:
+        yield f"  … and {len(groups) - PLAN_ROWS} more models"
+    if prices:
+        columns = list(zip(*groups.values(), strict=True))
+        whole = Group(*map(sum, columns)) if columns else Group()
+        yield f"to send: {', '.join([f'rows: {whole.rows}', *_expected_cost(whole, prices)])}"
+
+
+def _expected_cost(group: Group, prices: Prices | None) -> list[str]:
+    if prices is None:
+        return []
+    known = [f"estimate ${show_usd(group.micros)}"] if group.rows > group.unpriced else []
+    unknown = [f"without a known price: {group.unpriced}"] if group.unpriced else []
+    return [*known, *unknown]
+
+
 def plan_lines(
-    send: Sequence[NewRow], replay: Sequence[Job], review: Sequence[Job], outside: Sequence[str]
+    send: Sequence[NewRow],
+    replay: Sequence[Job],
+    review: Sequence[Job],
+    outside: Sequence[str],
+    prices: Prices | None,
 ) -> Iterator[str]:
     """Yield what a run would do: a line per model, then the first rows."""
     yield f"would send {len(send)} row{'' if len(send) == 1 else 's'}; nothing was sent or written"
-    groups: dict[tuple[str, Kind], list[int]] = {}
-    for row in send:
-        groups.setdefault((row.model, row.kind), []).append(row.duration_s or 0)
-    for (model, kind), seconds in islice(groups.items(), PLAN_ROWS):
-        known = f", {sum(seconds)} s" if any(seconds) else ""
-        yield f"  {inert(model)}  {len(seconds)} {kind}{'' if len(seconds) == 1 else 's'}{known}"
-    if len(groups) > PLAN_ROWS:
-        yield f"  … and {len(groups) - PLAN_ROWS} more models"
+    yield from estimate_lines(send, prices)
     for row in send[:PLAN_ROWS]:
         yield f"{row.row}: {inert(row.prompt, 60)}"
     if len(send) > PLAN_ROWS:
@@ -4816,6 +5180,66 @@ def plan_lines(
         yield f"{job.row}: may have been bought, and would need review: its key is too old"
     if outside:
         yield f"would not be sent, because they are not in the file: {len(outside)}"
+
+
+class Audited(NamedTuple):
+    """An attempt beside its price; a flag says what is wrong with its cost."""
+
+    job: Job
+    expected_micros: int | None
+    flag: str
+
+
+def audited(job: Job, prices: Prices | None, tolerance_percent: float) -> Audited:
+    """Compare what an attempt cost with the price list, or with the estimate it was sent under."""
+    expected = prices.estimate(job.kind, job.model, job.body) if prices else None
+    expected = job.estimate_micros if expected is None else expected
+    billed, flag = job.cost_micros, ""
+    if billed is None:
+        flag = "ended, and its cost is not known" if job.status is Status.COMPLETED else ""
+    elif expected is not None and job.status is Status.COMPLETED:
+        if abs(billed - expected) > expected * tolerance_percent / 100:
+            flag = f"billed ${show_usd(billed)}, expected ${show_usd(expected)}"
+    elif billed and job.status is not Status.COMPLETED and job.status in FINAL:
+        flag = f"billed ${show_usd(billed)}, though it is {job.status}"
+    return Audited(job, expected, flag)
+
+
+def audited_json(one: Audited) -> dict[str, Any]:
+    """Return what an event says of an audited attempt."""
+    facts = {name: job_facts(one.job)[name] for name in ("row", "attempt", "status", "job_id")}
+    money = {"expected_usd": show_usd(one.expected_micros)}
+    return (
+        facts
+        | {"model": one.job.model}
+        | money
+        | {"billed_usd": show_usd(one.job.cost_micros), "flag": one.flag or None}
+    )
+
+
+def audit_lines(found: Sequence[Audited]) -> Iterator[str]:
+    """Yield a table: each attempt, then the sums by model and status."""
+    cells = [("row", "attempt", "model", "status", "expected", "billed", "flag")]
+    sums: dict[tuple[str, Status], list[Audited]] = {}
+    for one in found:
+        job = one.job
+        sums.setdefault((job.model, job.status), []).append(one)
+        money = (_dollars(one.expected_micros), _dollars(job.cost_micros))
+        flag = "!" if one.flag else ""
+        cells.append((job.row, str(job.attempt), job.model, job.status, *money, flag))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        yield inert("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)), 2000)
+    yield ""
+    for (model, status), group in sums.items():
+        billed = [one.job.cost_micros for one in group if one.job.cost_micros is not None]
+        unknown = len(group) - len(billed)
+        rest = f" + {unknown} of unknown cost" if unknown else ""
+        yield inert(f"{model}  {status}: {len(group)}  ${show_usd(sum(billed))}{rest}", 2000)
+
+
+def _dollars(micros: int | None) -> str:
+    return "unknown" if micros is None else f"${show_usd(micros)}"
 
 
 # --- stand-in ----------------------------------------------------------------
@@ -4987,6 +5411,8 @@ class StandIn:
         with self._lock:
             if submit:
                 return self._submit("image" if path == "/v1/images" else "video", key, body, now)
+            if path.partition("?")[0] == "/v1/jobs":
+                return StandInReply(200, {"data": [{"id": id} for id in self._newest()]})
             match = re.fullmatch(r"/v1/(?:videos|jobs)/(job_\w+)(/status|/result|/cancel)?", path)
             line = match and self._db.execute(STAND_IN_JOB, {"id": match[1]}).fetchone()
             if not match or not line:
@@ -4997,6 +5423,9 @@ class StandIn:
                 self._unread.discard(match[1])
                 return StandInReply(502, "<html>bad gateway</html>")
             return self._job(match[1], match[2] == "/result", line, now)
+
+    def _newest(self) -> list[str]:
+        return [id for id, _ in self._db.execute(STAND_IN_JOBS).fetchall()[-100:]]
 
     def _submit(self, kind: Kind, key: str, body: bytes, now: int) -> StandInReply:
         self.posts.append(key)
@@ -5752,6 +6181,14 @@ def _number(least: float, what: str) -> Callable[[str | None], float | None]:
     return parse
 
 
+def _usd(text: str) -> int:
+    """Return the micros of an amount such as 12.50."""
+    micros = usd_to_micros(text.removeprefix("$"))
+    if micros is None:
+        raise typer.BadParameter("expected dollars such as 12.50")
+    return micros
+
+
 def _time(text: str) -> float:
     try:
         return parse_time(text)
@@ -5814,6 +6251,10 @@ NamespaceOption = Annotated[
 ]
 
 
+PricesOption = Annotated[
+    str | None,
+    _option("--prices", metavar="FILE", help="What models cost, as TOML or JSON; for estimates."),
+]
 ReplaceOption = Annotated[
     bool,
     _option("--replace", help="A row that was not bought takes new content, where it differs."),
@@ -6071,6 +6512,16 @@ def run(
         float | None,
         _option("--key-ttl", help="How long Sume surely knows a key (default 24h).", **_TIME),
     ] = None,
+    max_cost: Annotated[
+        int | None,
+        _option(
+            "--max-cost",
+            metavar="USD",
+            parser=_usd,
+            help="Send nothing that could bring all costs and estimates over this.",
+        ),
+    ] = None,
+    prices: PricesOption = None,
     dry_run: Annotated[
         bool, _option("--dry-run", help="Show what would be sent; send and write nothing.")
     ] = False,
@@ -6094,6 +6545,9 @@ def run(
         least = show_time(2 * POST_DEADLINE_S)
         raise UsageError(f"--key-ttl: must be at least {least}; a submit may take half of that")
     given = defaults.fields or kind or take > 1 or namespace or replace
+    known = _read_prices(prices)
+    if max_cost is not None and known is None:
+        raise UsageError("--max-cost: caps by estimates, so it needs a price list: --prices FILE")
     if file is None and given:
         raise UsageError("flags about input (--model, --set, ...) need a FILE")
     if file is None and not path.exists():
@@ -6111,7 +6565,7 @@ def run(
             name = "stdin" if file == "-" else file or ""
             more = (asked, adopt_account, ttl_s)
             plan = plan_of(path, stream, name, defaults, namespace, replace, *more)
-        _show_plan(plan, limit, voice)
+        _show_plan(plan, limit, known, voice)
     clock = Clock()
     account = None if simulate else account_from(os.environ)
     make_api = client_factory(account, clock) if account else None
@@ -6125,6 +6579,8 @@ def run(
         deadline_s=deadline,
         job_deadline_s=job_deadline,
         limit=limit,
+        max_cost_micros=max_cost,
+        prices=known,
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(RunLock(path))
@@ -6147,6 +6603,11 @@ def run(
         if simulate and ledger.meta("origin") is None:
             voice.say(f"{path}: is simulated from now on, and never buys anything")
         admit(ledger, account, adopt_account, clock.wall_ms())
+        if known is not None:
+            queued = ledger.with_status(Status.QUEUED)
+            mine = [new_row_of(job) for job in queued if scope is None or job.row in scope]
+            for line in estimate_lines(mine, known):
+                voice.say(line)
         workers = Workers(make_api, clock, settings.concurrency)
         code, facts = run_ledger(ledger, workers, clock, settings, scope, file, voice)
     voice.end(code, **facts)
@@ -6209,17 +6670,20 @@ def plan_of(
         return Plan([*send, *changed.values()], replay, review, outside)
 
 
-def _show_plan(plan: Plan, limit: int | None, voice: Voice) -> NoReturn:
+def _show_plan(plan: Plan, limit: int | None, prices: Prices | None, voice: Voice) -> NoReturn:
     """Print a plan, as a table by model and a list of rows, or as events; and end."""
     send = plan.send[:limit]
     for row in send:
         facts = {"kind": row.kind, "model": row.model, "duration": row.duration_s}
-        voice.tell("would_send", row=row.row, prompt=row.prompt, **facts)
+        micros = prices.estimate(row.kind, row.model, row.body) if prices else None
+        voice.tell(
+            "would_send", row=row.row, prompt=row.prompt, **facts, estimate_usd=show_usd(micros)
+        )
     for type, jobs in (("would_replay", plan.replay), ("would_review", plan.review)):
         for job in jobs:
             voice.tell(type, **job_facts(job))
     if not voice.as_json:
-        for line in plan_lines(send, plan.replay, plan.review, plan.outside):
+        for line in plan_lines(send, plan.replay, plan.review, plan.outside, prices):
             print(line)
     counts = {"would_send": len(send), "would_replay": len(plan.replay)}
     counts |= {"would_review": len(plan.review), "not_in_file": len(plan.outside)}
@@ -6349,7 +6813,10 @@ def _summarize(
         for status, words in _OPEN_WORDS.items():
             if status in named:
                 voice.say(f"{words}: {_reasons(named[status])}")
-        voice.say("run the same command again to finish; nothing is bought twice")
+        again = "run the same command again to finish"
+        if ending.capped is not None:
+            again = "run again with a higher --max-cost, or with prices for all, to finish"
+        voice.say(f"{again}; nothing is bought twice")
     return _verdict(ending, mine), {
         "why": why,
         "by_status": {status: mine[status] for status in Status},
@@ -6392,7 +6859,19 @@ def _why_unfinished(ending: Ending) -> str:
         return f"stopped by {signal.Signals(ending.signal).name}"
     if ending.halt is not None:
         return ending.halt
+    if ending.capped is not None:
+        return _cap_words(ending.capped)
     return "the deadline was reached" if ending.deadline else " or ".join(ending.limits)
+
+
+def _cap_words(capped: Capped) -> str:
+    """Say what --max-cost keeps back, and what it would have to be."""
+    words = f"--max-cost keeps back {_rows(capped.rows)}"
+    if capped.unpriced:
+        words += f", {capped.unpriced} of them without a known price"
+    if capped.rows > capped.unpriced:
+        words += f"; for the others it would have to be {show_usd(capped.needed_micros)}"
+    return words
 
 
 def _verdict(ending: Ending, mine: Counter[Status]) -> Exit:
@@ -6401,6 +6880,8 @@ def _verdict(ending: Ending, mine: Counter[Status]) -> Exit:
         return Exit(128 + ending.signal)
     if ending.halt is not None:
         return Exit.ACCOUNT
+    if ending.capped is not None:
+        return Exit.CAPPED
     if mine[Status.REVIEW]:
         return Exit.REVIEW
     if any(n for status, n in mine.items() if status not in FINAL):
@@ -6871,6 +7352,88 @@ def backup(
     voice.say(f"{file}: a copy of {path}, {_rows(totals.rows)}")
     voice.tell("backup", file=file, rows=totals.rows)
     voice.end(Exit.DONE, totals=totals_json(totals))
+
+
+@app.command(epilog="\b\n" + EXIT_CODES)
+def audit(
+    ctx: typer.Context,
+    prices: PricesOption = None,
+    tolerance: Annotated[
+        float,
+        _option(
+            "--tolerance",
+            metavar="PERCENT",
+            parser=_number(0, "a number of percent"),
+            help="Flag costs that differ by more than this (default 1).",
+        ),
+    ] = 1.0,
+    remote: Annotated[
+        bool, _option("--remote", help="Read each job afresh first; record costs that changed.")
+    ] = False,
+    db: DbOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare what was billed with the price list.
+
+    Exit 1 if a cost differs from its price by more than the tolerance, or is not known for a
+    job that has ended.
+
+    Example: sume-resume audit --prices prices.toml --remote
+    """
+    voice, path = _begin(ctx, as_json, db)
+    known = _read_prices(prices)
+    with _open(voice, path) as ledger:
+        strange = _audit_remote(ledger, voice) if remote else 0
+        found = [audited(job, known, tolerance) for job in ledger.sent()]
+        flagged = [one for one in found if one.flag]
+        for one in found:
+            voice.tell("audited", **audited_json(one))
+        if not as_json:
+            for line in audit_lines(found):
+                print(line)
+        for one in flagged:
+            voice.say(f"row '{one.job.row}' (attempt {one.job.attempt}): {one.flag}")
+        voice.say(f"{len(flagged)} of {len(found)} attempts flagged")
+        bad = bool(flagged or strange)
+        code = Exit.NOT_ALL_COMPLETED if bad else Exit.DONE
+        totals = totals_json(ledger.totals())
+    voice.end(code, flagged=len(flagged), unknown_to_sume=strange, totals=totals)
+
+
+def _read_prices(name: str | None) -> Prices | None:
+    """Read the price list that a person names. Raises UsageError and InputError."""
+    if name is None:
+        return None
+    with contextlib.ExitStack() as stack:
+        data = _open_input(name, stack).read(MAX_LINE_BYTES)
+    try:
+        return parse_prices(data.removeprefix(_BOM).decode(), name)
+    except UnicodeDecodeError as exc:
+        raise InputError([f"{inert(name, 200)}: the text is not UTF-8"]) from exc
+
+
+def _audit_remote(ledger: Ledger, voice: Voice) -> int:
+    """Read every job afresh, record what changed, and name what one side does not know.
+
+    Returns how many jobs of this ledger Sume does not know, or did not tell of.
+    """
+    strange = 0
+    with _client_for(ledger) as (api, _):
+        for job, trouble, was in reread(ledger, api, Clock()):
+            if trouble:
+                strange += 1
+                voice.say(f"row '{job.row}': job {job.job_id}: {trouble}")
+                voice.tell("unread", row=job.row, job_id=job.job_id, why=trouble)
+            elif was != job.cost_micros:
+                text = f"cost was ${show_usd(was) or '?'}, is ${show_usd(job.cost_micros) or '?'}"
+                _tell_row(voice, job.status, job, text)
+        others, trouble = jobs_of_nobody(ledger, api)
+    if trouble:
+        voice.say(f"Sume's list of jobs could not be read ({trouble})")
+    for id in others:
+        voice.say(f"for information: job {id} is at Sume, and no row of this ledger names it")
+        voice.tell("other_job", job_id=id)
+    return strange
 
 
 @app.command(epilog="\b\n" + EXIT_CODES)

@@ -903,7 +903,7 @@ def test_broken_connection_setting_changes_nothing(shop: Shop, env: dict[str, st
 # -- help --
 
 
-COMMANDS = ["add", "backup", "cancel", "resolve", "retry", "run", "status"]
+COMMANDS = ["add", "audit", "backup", "cancel", "drill", "resolve", "retry", "run", "status"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

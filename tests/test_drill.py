@@ -54,6 +54,7 @@ def test_drill_of_the_product_is_clean(tmp_path: Path) -> None:
     # All that a run records was killed at; what is not reached is said.
     assert set(first["not_reached"]) == {
         "record_found", "record_cancel_asked", "record_unclaimed", "record_late_id", "cancel",
+        "record_estimates", "record_cost", "jobs",
     }  # fmt: skip
     assert [path.name for path in tmp_path.iterdir()] == ["jobs.db"]
     assert b"CANARY" not in done.stdout + done.stderr
@@ -63,7 +64,7 @@ def test_points_are_found_and_not_listed() -> None:
     """A new recording method or API call is a crash point without anyone remembering."""
     found = {name for _, name in crash_methods()}
     records = {name for name in vars(sume_resume.Ledger) if name.startswith("record_")}
-    assert found == records | {"_commit", "submit", "read", "result", "cancel"}
+    assert found == records | {"_commit", "submit", "read", "result", "cancel", "jobs"}
     lines = drill_lines(dict.fromkeys(found, 10))
     points = {line.point for line in lines if line.fault is None}
     for name in found:

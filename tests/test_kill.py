@@ -47,6 +47,8 @@ QUICK = {
 }
 # Reached by a race that a scenario cannot steer; test_engine has a test for each.
 RACES = {"record_unclaimed", "record_late_id"}
+# Facts of caps and audits; test_money kills at them.
+MONEY = {"record_estimates", "record_cost"}
 # Facts that a person's command records, not a run: below each has its command.
 DECIDED = {
     "record_replaced": ("add", "b.jsonl", "--replace"),
@@ -61,7 +63,7 @@ POINTS = [
     for name in [*child.recording_methods(), *child.API_CALLS]
     for when in ("before", "after")
     for nth in (1, 2)
-    if name not in {*RACES, *DECIDED}
+    if name not in {*RACES, *DECIDED, *MONEY}
 ]
 # These happen once in the life of a ledger, or once a run.
 ONCE = {"record_namespace", "record_account", "record_added"}

@@ -117,6 +117,7 @@ def test_exit_codes_are_the_promised_ones() -> None:
         "UNFINISHED": 3,
         "REVIEW": 4,
         "ACCOUNT": 5,
+        "CAPPED": 6,
         "LOCKED": 7,
         "LEDGER": 8,
         "HANGUP": 129,
