@@ -1933,47 +1933,60 @@ def parse_prices(text: str, name: str) -> Prices:
             data = tomllib.loads(text, parse_float=Decimal)
     except (ValueError, RecursionError) as exc:
         raise InputError([f"{name}: not a price list: {inert(exc, 200)}"]) from exc
-    log = InputLog()
-    models: dict[str, Price] = {}
-    resolutions: dict[tuple[str, str], Price] = {}
+    reader = _PriceReader(text, name)
+    for model, table in reader.tables((), data, ("models",)).items():
+        own = reader.tables(("models", model), table, ("resolution",), _PRICE_FIELDS)
+        reader.models[model] = reader.price(("models", model), table)
+        for resolution, prices in own.items():
+            path = ("models", model, "resolution", resolution)
+            reader.tables(path, prices, (), _PRICE_FIELDS)
+            reader.resolutions[model, resolution] = reader.price(path, prices)
+    if not reader.models and not reader.log.count:
+        reader.complain(("models",), "expected a table of models")
+    reader.log.check()
+    return Prices(reader.models, reader.resolutions)
 
-    def complain(path: Sequence[str], problem: str) -> None:
-        field = ".".join(inert(part, 60) for part in path)
-        log.add(f"{name}:{_line_of(text, path)}", f"{field}: {problem}")
 
-    def price_of(path: tuple[str, ...], table: Any, more: tuple[str, ...]) -> Price:
-        values: dict[str, Decimal] = {}
-        for name_, value in table.items() if isinstance(table, dict) else ():
-            usd = _price(value)
-            if name_ in more:
-                continue
-            if name_ not in _PRICE_FIELDS:
-                complain((*path, name_), f"expected one of {', '.join((*_PRICE_FIELDS, *more))}")
-            elif usd is None:
-                complain((*path, name_), f'expected dollars such as "0.40", got {_shown(value)}')
-            else:
-                values[name_] = usd
+class _PriceReader:
+    """Takes a price list apart, and collects what is wrong with it."""
+
+    def __init__(self, text: str, name: str) -> None:
+        self._text, self._name = text, name
+        self.log = InputLog()
+        self.models: dict[str, Price] = {}
+        self.resolutions: dict[tuple[str, str], Price] = {}
+
+    def complain(self, path: Sequence[str], problem: str) -> None:
+        field_ = ".".join(inert(part, 60) for part in path)
+        self.log.add(f"{self._name}:{_line_of(self._text, path)}", f"{field_}: {problem}")
+
+    def tables(
+        self, path: tuple[str, ...], table: Any, inner: tuple[str, ...], more: Sequence[str] = ()
+    ) -> Mapping[str, Any]:
+        """Return the table of tables that a table may hold; other names are a problem."""
         if not isinstance(table, dict):
-            complain(path, f"expected a table, got {_shown(table)}")
-        return Price(**values)
+            self.complain(path, f"expected a table, got {_shown(table)}")
+            return {}
+        for name in table:
+            if name not in (*inner, *more):
+                self.complain((*path, name), f"expected one of {', '.join((*more, *inner))}")
+        held = table.get(inner[0], {}) if inner else {}
+        if isinstance(held, dict):
+            return held
+        self.complain((*path, *inner), f"expected a table, got {_shown(held)}")
+        return {}
 
-    for other in data if isinstance(data, dict) else ():
-        if other != "models":
-            complain((other,), "expected models")
-    listed = data.get("models") if isinstance(data, dict) else None
-    if not isinstance(listed, dict) or not listed:
-        complain(("models",), "expected a table of models")
-        listed = {}
-    for model, table in listed.items():
-        models[model] = price_of(("models", model), table, ("resolution",))
-        special = table.get("resolution", {}) if isinstance(table, dict) else {}
-        for name_, own in special.items() if isinstance(special, dict) else ():
-            path = ("models", model, "resolution", name_)
-            resolutions[model, name_] = price_of(path, own, ())
-        if not isinstance(special, dict):
-            complain(("models", model, "resolution"), "expected a table of resolutions")
-    log.check()
-    return Prices(models, resolutions)
+    def price(self, path: tuple[str, ...], table: Any) -> Price:
+        values: dict[str, Decimal] = {}
+        for name in _PRICE_FIELDS:
+            value = table.get(name) if isinstance(table, dict) else None
+            usd = _price(value)
+            if usd is not None:
+                values[name] = usd
+            elif value is not None:
+                wanted = f'expected dollars such as "0.40", got {_shown(value)}'
+                self.complain((*path, name), wanted)
+        return Price(**values)
 
 
 def _price(value: object) -> Decimal | None:
@@ -6540,35 +6553,7 @@ def run(
     Example: sume-resume run clips.jsonl --model seedance-2.5 --deadline 2h
     """
     voice, path = _begin(ctx, as_json, db, simulate)
-    defaults = _defaults(model, duration, kind, set, take)
-    if key_ttl is not None and key_ttl < 2 * POST_DEADLINE_S:
-        least = show_time(2 * POST_DEADLINE_S)
-        raise UsageError(f"--key-ttl: must be at least {least}; a submit may take half of that")
-    given = defaults.fields or kind or take > 1 or namespace or replace
-    known = _read_prices(prices)
-    if max_cost is not None and known is None:
-        raise UsageError("--max-cost: caps by estimates, so it needs a price list: --prices FILE")
-    if file is None and given:
-        raise UsageError("flags about input (--model, --set, ...) need a FILE")
-    if file is None and not path.exists():
-        raise UsageError(f"no ledger {path} and no FILE; name a file of rows: sume-resume run FILE")
-    _check_namespace(namespace)
-    if dry_run:
-        with contextlib.ExitStack() as stack:
-            stream = _open_input(file, stack) if file is not None else None
-            asked = None
-            if simulate:
-                asked = STAND_IN_ACCOUNT
-            elif os.environ.get("SUME_API_KEY"):
-                asked = account_from(os.environ)
-            ttl_s = key_ttl or (None if simulate else KEY_TTL_S)
-            name = "stdin" if file == "-" else file or ""
-            more = (asked, adopt_account, ttl_s)
-            plan = plan_of(path, stream, name, defaults, namespace, replace, *more)
-        _show_plan(plan, limit, known, voice)
-    clock = Clock()
-    account = None if simulate else account_from(os.environ)
-    make_api = client_factory(account, clock) if account else None
+    intake = Intake(file, _defaults(model, duration, kind, set, take), namespace, replace)
     settings = Settings(
         poll_interval_s=poll_interval
         or (SIMULATED_POLL_INTERVAL_S if simulate else POLL_INTERVAL_S),
@@ -6580,8 +6565,50 @@ def run(
         job_deadline_s=job_deadline,
         limit=limit,
         max_cost_micros=max_cost,
-        prices=known,
+        prices=_read_prices(prices),
     )
+    _check_run(path, intake, settings)
+    go = _dry_run if dry_run else _run
+    go(path, intake, settings, simulate, adopt_account, voice)
+
+
+class Intake(NamedTuple):
+    """The input of a run: a file or none, and how its rows are taken."""
+
+    file: str | None
+    defaults: Defaults
+    namespace: str | None
+    replace: bool
+
+    @property
+    def name(self) -> str:
+        """What messages and the ledger call it."""
+        return "stdin" if self.file == "-" else self.file or ""
+
+
+def _check_run(path: Path, intake: Intake, settings: Settings) -> None:
+    """Raise UsageError for flags that do not go together."""
+    least_s = 2 * POST_DEADLINE_S
+    if settings.key_ttl_s is not None and settings.key_ttl_s < least_s:
+        least = show_time(least_s)
+        raise UsageError(f"--key-ttl: must be at least {least}; a submit may take half of that")
+    if settings.max_cost_micros is not None and settings.prices is None:
+        raise UsageError("--max-cost: caps by estimates, so it needs a price list: --prices FILE")
+    given = (intake.defaults != Defaults()) or intake.namespace or intake.replace
+    if intake.file is None and given:
+        raise UsageError("flags about input (--model, --set, ...) need a FILE")
+    if intake.file is None and not path.exists():
+        raise UsageError(f"no ledger {path} and no FILE; name a file of rows: sume-resume run FILE")
+    _check_namespace(intake.namespace)
+
+
+def _run(
+    path: Path, intake: Intake, settings: Settings, simulate: bool, adopt: bool, voice: Voice
+) -> NoReturn:
+    """Add the rows, run the ledger to its end, and end the command."""
+    clock = Clock()
+    account = None if simulate else account_from(os.environ)
+    make_api = client_factory(account, clock) if account else None
     with contextlib.ExitStack() as stack:
         stack.enter_context(RunLock(path))
         scope = None
@@ -6589,11 +6616,11 @@ def run(
             with open_ledger(path) as there:
                 there.quick_check()
                 # Before a row is added: what is refused for its account changes nothing.
-                check_account(there, account or STAND_IN_ACCOUNT, adopt_account)
-        if file is not None:
-            stream = _open_input(file, stack)
-            name = "stdin" if file == "-" else file
-            added = add_rows(path, stream, name, defaults, namespace, None, replace)
+                check_account(there, account or STAND_IN_ACCOUNT, adopt)
+        if intake.file is not None:
+            stream = _open_input(intake.file, stack)
+            how = (intake.name, intake.defaults, intake.namespace, None, intake.replace)
+            added = add_rows(path, stream, *how)
             scope = added.rows
             _say_added(voice, added, path)
         ledger = stack.enter_context(open_ledger(path))
@@ -6602,15 +6629,33 @@ def run(
             make_api = client_factory(account, clock)
         if simulate and ledger.meta("origin") is None:
             voice.say(f"{path}: is simulated from now on, and never buys anything")
-        admit(ledger, account, adopt_account, clock.wall_ms())
-        if known is not None:
-            queued = ledger.with_status(Status.QUEUED)
-            mine = [new_row_of(job) for job in queued if scope is None or job.row in scope]
-            for line in estimate_lines(mine, known):
-                voice.say(line)
+        admit(ledger, account, adopt, clock.wall_ms())
+        if settings.prices is not None:
+            _say_estimate(ledger, scope, settings.prices, voice)
         workers = Workers(make_api, clock, settings.concurrency)
-        code, facts = run_ledger(ledger, workers, clock, settings, scope, file, voice)
+        code, facts = run_ledger(ledger, workers, clock, settings, scope, intake.file, voice)
     voice.end(code, **facts)
+
+
+def _say_estimate(ledger: Ledger, scope: set[str] | None, prices: Prices, voice: Voice) -> None:
+    """Say what the rows that are to be sent are expected to cost."""
+    queued = ledger.with_status(Status.QUEUED)
+    mine = [new_row_of(job) for job in queued if scope is None or job.row in scope]
+    for line in estimate_lines(mine, prices):
+        voice.say(line)
+
+
+def _dry_run(
+    path: Path, intake: Intake, settings: Settings, simulate: bool, adopt: bool, voice: Voice
+) -> NoReturn:
+    """Show what a run would send, write nothing, and end the command."""
+    account = STAND_IN_ACCOUNT if simulate else None
+    if account is None and os.environ.get("SUME_API_KEY"):
+        account = account_from(os.environ)
+    with contextlib.ExitStack() as stack:
+        stream = _open_input(intake.file, stack) if intake.file is not None else None
+        plan = plan_of(path, stream, intake, account, adopt, settings.key_ttl_s)
+    _show_plan(plan, settings.limit, settings.prices, voice)
 
 
 class Plan(NamedTuple):
@@ -6627,10 +6672,7 @@ class Plan(NamedTuple):
 def plan_of(
     path: Path,
     stream: BinaryIO | None,
-    name: str,
-    defaults: Defaults,
-    namespace: str | None,
-    replace: bool,
+    intake: Intake,
     account: Account | None,
     adopt: bool,
     key_ttl_s: float | None,
@@ -6641,16 +6683,18 @@ def plan_of(
     is asked about where none is given.
     """
     log = InputLog()
-    rows = list(read_rows(stream, name, defaults, log)) if stream is not None else []
+    rows = []
+    if stream is not None:
+        rows = list(read_rows(stream, intake.name, intake.defaults, log))
     if stream is not None and not rows:
         log.check()
-        raise InputError([f"{inert(name, 200)}: has no rows"])
+        raise InputError([f"{inert(intake.name, 200)}: has no rows"])
     if not path.exists():
         log.check()
         return Plan(rows)
     with open_ledger(path) as ledger:
-        _keep_namespace(ledger, namespace)
-        changed = {row.row: row for row in ledger.preview(rows, log, replace)}
+        _keep_namespace(ledger, intake.namespace)
+        changed = {row.row: row for row in ledger.preview(rows, log, intake.replace)}
         log.check()
         if account is not None:
             check_account(ledger, account, adopt)

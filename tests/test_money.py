@@ -88,8 +88,8 @@ def test_json_list_says_the_same() -> None:
         ('[models."gpt-image-2"]', "[[models.gpt]]", "models.gpt: expected a table"),
         ('[models."seedance-2.5"]', "[models", "line 1"),
         (TOML, "", "expected a table of models"),
-        (TOML, "[model.x]\nimage_usd = 1\n", "model: expected models"),
-        (TOML, "models = 3\n", "expected a table of models"),
+        (TOML, "[model.x]\nimage_usd = 1\n", "model: expected one of models"),
+        (TOML, "models = 3\n", "models: expected a table"),
     ],
 )  # fmt: skip
 def test_bad_price_is_named_by_line_and_field(old: str, new: str, said: str) -> None:
