@@ -5466,7 +5466,7 @@ class StandIn:
         if (row.get("duration") or 0) > STAND_IN_MAX_SECONDS:
             limit = f"duration: at most {STAND_IN_MAX_SECONDS} seconds"
             return _stand_in_error(422, "invalid_request", limit)
-        id = there[0] if there else f"job_{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+        id = there[0] if there else stand_in_job_id(key)
         if there is None:
             self._accept(id, kind, key, body, sha256, now)
             running += 1
@@ -5530,6 +5530,11 @@ class StandIn:
         artifacts = {"result": {"artifacts": [{"url": url}]}} if result else {}
         done = {"id": id, "status": "completed", "usage": usage, "url": url}
         return StandInReply(200, done | artifacts)
+
+
+def stand_in_job_id(key: str) -> str:
+    """Return the id that the stand-in gives to the job of a key."""
+    return f"job_{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def _stand_in_error(status: int, code: str, message: str) -> StandInReply:
@@ -5617,10 +5622,23 @@ DRILL_CONSTANTS = {
 }
 # A process that takes longer than this hangs; a busy machine takes seconds.
 DRILL_LIMIT_S = 60.0
-# Kills at each of the first commits: between them lies every state that a row can be in.
+# Kills at the first commits, whatever they hold.
 DRILL_COMMITS = 8
+# A random kill comes so soon after the ledger is there; a run takes about so long.
+DRILL_SPAN_S = 0.8
+# No key is sent more often than this, whatever dies and whatever is lost.
+DRILL_POSTS = 8
+# What the rows of a drill do not reach: races, and what asks for a job that is known or open.
+DRILL_UNREACHED = {
+    "record_found", "record_cancel_asked", "record_unclaimed", "record_late_id",
+    "record_estimates", "record_cost", "cancel", "jobs",
+}  # fmt: skip
 
-_RUN = ("--poll-interval", "0.02s", "--writes-per-minute", "0", "--reads-per-minute", "0")
+_RUN: tuple[str, ...] = (
+    "--poll-interval", "0.02s", "--writes-per-minute", "0", "--reads-per-minute", "0",
+    # What outlives a drill that was killed itself ends by itself.
+    "--deadline", f"{DRILL_LIMIT_S:.0f}s",
+)  # fmt: skip
 DRILL_COMMANDS: tuple[tuple[str, ...], ...] = (
     ("run", "rows.jsonl", *_RUN),
     ("retry", "refused", "--yes"),
@@ -5642,7 +5660,7 @@ class DrillLine(NamedTuple):
 
     point: str | None = None
     fault: Fault | None = None
-    # Kills by the clock: seconds after the start of each process.
+    # Kills by the clock: seconds after the ledger is there, for each process.
     kills_s: tuple[float, ...] = ()
     number: int = 0
 
@@ -5663,7 +5681,7 @@ class Drilled(NamedTuple):
     # Jobs beyond the first one of a body, and rows that are not where they must end.
     doubles: int
     lost: int
-    # From the restart to its last final row.
+    # From the restart until the command that was killed has ended.
     recovery_s: float
     problems: Sequence[str]
     # How often the first process called what a kill can be tied to.
@@ -5685,54 +5703,64 @@ def be_drilled(
     run: Callable[..., object],
     commands: Sequence[Sequence[str]],
     point: str | None,
-    counts_file: str,
+    report_file: str,
 ) -> NoReturn:
     """Be the process of a trial: run commands, count calls, and die at the point.
 
-    `run` is the command line; a point reads `record_accepted:after:2`. The methods are
-    replaced in subclasses, so that no code of a normal run knows of drills.
+    `run` is the command line; a point reads `record_accepted:after:2`, which is after the
+    commit that holds this fact. The methods are replaced in subclasses, so that no code of a
+    normal run knows of drills. Codes, counts and times go to `report_file`.
     """
     globals().update(DRILL_CONSTANTS)
-    counts: Counter[str] = Counter()
-    wanted, when, nth = (point or "::0").split(":")
+    mine = Mine(point)
     for base in (Ledger, Sume):
         mined = {
-            name: _mine(getattr(owner, name), name, counts, (wanted, when, int(nth)))
+            name: mine.around(getattr(owner, name), name)
             for owner, name in crash_methods()
             if owner is base
         }
         globals()[base.__name__] = type(base.__name__, (base,), mined)
-    code: object = 0
+    codes: list[object] = []
+    times_ms: list[int] = []
     for command in commands:
         try:
             run(list(command), prog_name="sume-resume")
         except SystemExit as exc:
-            code = exc.code
-    with contextlib.suppress(OSError), os.fdopen(os.open(counts_file, _LOG_FLAGS), "w") as file:
-        json.dump(counts, file)
-    sys.exit(cast(int, code))
+            codes.append(exc.code)
+        times_ms.append(Clock().wall_ms())
+    report = {"codes": codes, "times_ms": times_ms, "counts": mine.counts}
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    with contextlib.suppress(OSError), os.fdopen(os.open(report_file, flags, 0o600), "w") as file:
+        json.dump(report, file)
+    sys.exit(0)
 
 
 _LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 
-def _mine(
-    original: Callable[..., Any], name: str, counts: Counter[str], point: tuple[str, str, int]
-) -> Callable[..., Any]:
-    """Return a method that counts its calls, and kills the process before or after one."""
+class Mine:
+    """Counts calls, and kills the process before or after the one that the point names."""
 
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        counts[name] += 1
-        wanted, when, nth = point
-        hit = name == wanted and counts[name] == nth
-        if hit and when == "before":
-            _die()
-        result = original(self, *args, **kwargs)
-        if hit:
-            _die()
-        return result
+    def __init__(self, point: str | None) -> None:
+        name, when, nth = (point or "::0").split(":")
+        self._name, self._when, self._nth = name, when, int(nth)
+        self._armed = False
+        self.counts: Counter[str] = Counter()
 
-    return method
+    def around(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def method(ledger_or_api: Any, *args: Any, **kwargs: Any) -> Any:
+            self.counts[name] += 1
+            hit = name == self._name and self.counts[name] == self._nth
+            if hit and self._when == "before":
+                _die()
+            # A fact is there once its commit is, which may hold others.
+            self._armed = self._armed or (hit and name.startswith("record_"))
+            result = original(ledger_or_api, *args, **kwargs)
+            if (hit and not self._armed) or (self._armed and name == "_commit"):
+                _die()
+            return result
+
+        return method
 
 
 def _die() -> NoReturn:
@@ -5799,12 +5827,16 @@ class Trial:
         with self._stand_in as account:
             self._url = account.base_url
             self._first()
-            begin_s = self._clock.awake_s()
-            code = self._start(DRILL_RESTART, None).wait(DRILL_LIMIT_S)
-            recovery_s = self._clock.awake_s() - begin_s
-            if code not in (Exit.NOT_ALL_COMPLETED, Exit.REVIEW):
-                self.problems.append(f"the restart ended with {code}: {self._last_words()}")
-            return self._judge(recovery_s)
+            begin_ms = self._clock.wall_ms()
+            self._start(DRILL_RESTART, None, "again.json").wait(DRILL_LIMIT_S)
+            again = self._report("again.json")
+            # Rows that need a person, or were refused, are there in any case.
+            ends = (int(Exit.NOT_ALL_COMPLETED), int(Exit.REVIEW))
+            if len(again["codes"]) != len(DRILL_RESTART) or set(again["codes"]) - set(ends):
+                words = f"{again['codes']}: {self._last_words()}"
+                self.problems.append(f"the same command again ended with {words}")
+            ended_ms = next(iter(again["times_ms"]), begin_ms)
+            return self._judge((ended_ms - begin_ms) / 1000)
 
     def stop(self) -> None:
         """Kill what runs; a drill was interrupted."""
@@ -5820,6 +5852,8 @@ class Trial:
         line = self.line
         for kill_s in line.kills_s:
             child = self._start(DRILL_COMMANDS, None)
+            while child.poll() is None and not (self.folder / DEFAULT_LEDGER).exists():
+                self._clock.sleep(0.005)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(kill_s)
             child.kill()
@@ -5834,32 +5868,65 @@ class Trial:
             child.kill()
         code = child.wait(DRILL_LIMIT_S)
         died = code in (-9, 137, 1) if os.name != "posix" else code in (-9, 137)
-        if line.point not in (None, SECOND_RUNNER) and not died:
-            self.problems.append(f"the point was not reached (exit {code})")
+        if line.point not in (None, SECOND_RUNNER):
+            if not died:
+                self.problems.append(f"the point was not reached: {self._last_words()}")
+        else:
+            self._check_unkilled()
+
+    def _check_unkilled(self) -> None:
+        """Nothing was killed: each command ended as it must, and did what it was asked for."""
+        report = self._report("first.json")
+        expected = [int(Exit.REVIEW)] + [int(Exit.DONE)] * (len(DRILL_COMMANDS) - 1)
+        if report["codes"] != expected:
+            codes = f"{report['codes']}, not {expected}"
+            self.problems.append(f"the commands ended with {codes}: {self._last_words()}")
+            return
+        if self.line == DrillLine():
+            reached = DRILL_UNREACHED | {name for name, n in report["counts"].items() if n}
+            for _, name in crash_methods():
+                if name not in reached:
+                    self.problems.append(f"{name} was not called")
+        with open_ledger(self.folder / DEFAULT_LEDGER) as ledger:
+            again = [ledger.find(row).attempt for row in ("refused", "conflict")]
+            more = ledger.find("more")
+        if again != [2, 2]:
+            self.problems.append("a row that was to be bought again has no second attempt")
+        if more.status is not Status.CANCELLED or b"seed" not in more.body:
+            self.problems.append("a row was not replaced, or not dropped")
+
+    def _report(self, name: str) -> dict[str, Any]:
+        """Return what a process told of itself; one that died told nothing."""
+        told: dict[str, Any] = {}
+        with contextlib.suppress(ValueError):
+            told = json.loads(_content(self.folder / name))
+        return {"codes": [], "times_ms": [], "counts": {}} | told
 
     def _start_second(self) -> None:
         """While a run waits for an answer, another one must be told at once who holds it."""
         import subprocess
 
         self._held.wait(DRILL_LIMIT_S)
-        second = self._start(DRILL_COMMANDS[:1], None)
-        try:
-            code = str(second.wait(DRILL_LIMIT_S))
-        except subprocess.TimeoutExpired:
-            code = "nothing"
+        second = self._start(DRILL_COMMANDS[:1], None, "second.json")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            second.wait(DRILL_LIMIT_S)
         self._released.set()
-        if code != str(int(Exit.LOCKED)):
-            self.problems.append(f"a second runner ended with {code}, not {Exit.LOCKED:d}")
+        codes = self._report("second.json")["codes"]
+        if codes != [int(Exit.LOCKED)]:
+            self.problems.append(f"a second runner ended with {codes}, not {Exit.LOCKED:d}")
 
     def _start(
-        self, commands: Sequence[Sequence[str]], point: str | None
+        self, commands: Sequence[Sequence[str]], point: str | None, report: str = "first.json"
     ) -> subprocess.Popen[bytes]:
         import subprocess
 
+        # By its path: the file may have any name.
         code = (
-            f"import sys; sys.path.insert(0, {str(self._script.parent)!r}); "
-            f"import {self._script.stem} as drilled; "
-            f"drilled.be_drilled(drilled.app, {commands!r}, {point!r}, 'counts.json')"
+            "import sys; from importlib import util; "
+            f"spec = util.spec_from_file_location('drilled', {str(self._script)!r}); "
+            "drilled = sys.modules['drilled'] = util.module_from_spec(spec); "
+            "spec.loader.exec_module(drilled); "
+            f"drilled.be_drilled(drilled.app, {commands!r}, {point!r}, {report!r})"
         )
         keep = {name: text for name, text in self._environ.items() if not name.startswith("SUME_")}
         settings = {"SUME_API_KEY": DRILL_KEY, "SUME_API_BASE_URL": self._url, "TERM": "dumb"}
@@ -5901,7 +5968,10 @@ class Trial:
             attempts = [job for row in latest for job in ledger.attempts(row)]
             spent = ledger.totals().cost_micros
             for job in attempts:
-                self._check_history(job, ledger.history(job))
+                self._check_attempt(job, ledger.history(job), ledger.outputs(job))
+            for row in latest:
+                if sum(job.latest for job in attempts if job.row == row) != 1:
+                    self.problems.append(f"row '{row}' has not one latest attempt")
         lost = sum(
             id not in latest or latest[id].status not in row.ends for id, row in self.rows.items()
         )
@@ -5910,6 +5980,11 @@ class Trial:
             self.problems.append(f"jobs that no row names: {', '.join(sorted(ghosts))}")
         if spent != sum(charges):
             self.problems.append(f"the ledger says {spent} micros, charged were {sum(charges)}")
+        most = max(Counter(self._stand_in.posts).values(), default=0)
+        if most > DRILL_POSTS:
+            self.problems.append(f"one key was sent {most} times")
+        if b"Traceback" in _content(self.folder / "log.txt"):
+            self.problems.append(f"a traceback: {self._last_words()}")
         if self._stand_in.mismatches:
             self.problems.append("a key was sent with another body")
         if self.line.point is None and not self.line.kills_s:
@@ -5921,7 +5996,6 @@ class Trial:
             if DRILL_KEY.encode() in _content(path)
         ]
         posts = len(self._stand_in.posts)
-        counted = _content(self.folder / "counts.json").decode().partition("}")[0]
         return Drilled(
             self.line,
             posts,
@@ -5931,10 +6005,20 @@ class Trial:
             lost,
             recovery_s,
             tuple(dict.fromkeys(self.problems)),
-            json.loads(counted + "}") if counted else {},
+            self._report("first.json")["counts"],
         )
 
-    def _check_history(self, job: Job, history: Sequence[Recorded]) -> None:
+    def _check_attempt(
+        self, job: Job, history: Sequence[Recorded], outputs: Sequence[Output]
+    ) -> None:
+        """An attempt has the job that its key made, its files, and its whole history."""
+        if job.job_id not in (None, stand_in_job_id(job.key)):
+            self.problems.append(f"row '{job.row}' has the job of another row")
+        if job.status is Status.COMPLETED and not outputs:
+            self.problems.append(f"row '{job.row}' is completed and has no result")
+        facts = [fact.event for fact in history]
+        if facts[:1] != ["added"] or (job.status is Status.COMPLETED and "final" not in facts):
+            self.problems.append(f"row '{job.row}' has not its whole history")
         ended = False
         for fact in history:
             if ended and fact.after not in FINAL:
@@ -5975,15 +6059,13 @@ def drill_lines(counts: Mapping[str, int]) -> list[DrillLine]:
     return [*map(DrillLine, points), *crossed, *special]
 
 
-def random_lines(number: int, seed: int, span_s: float) -> list[DrillLine]:
-    """Return trials that are killed twice, at random moments of the span of a clean run."""
+def random_line(number: int, seed: int) -> DrillLine:
+    """Return a trial that is killed twice, at moments that number and seed tell."""
     import random
 
-    lines = []
-    for n in range(1, number + 1):
-        rng = random.Random(f"{seed}:{n}")
-        lines.append(DrillLine(kills_s=(rng.uniform(0, span_s), rng.uniform(0, span_s)), number=n))
-    return lines
+    rng = random.Random(f"{seed}:{number}")
+    kills_s = (rng.uniform(0, DRILL_SPAN_S), rng.uniform(0, DRILL_SPAN_S))
+    return DrillLine(kills_s=kills_s, number=number)
 
 
 DRILL_COLUMNS = ("crash point", "POSTs", "jobs", "charges", "doubles", "lost", "recovery")
@@ -7485,7 +7567,10 @@ def drill(
     ctx: typer.Context,
     db: DbOption = None,
     random: Annotated[
-        int, _option("--random", metavar="N", min=0, help="N more trials, killed at any moment.")
+        int,
+        _option(
+            "--random", metavar="N", min=0, max=10_000, help="N more trials, killed at any moment."
+        ),
     ] = 0,
     seed: Annotated[
         int, _option("--seed", metavar="S", help="Tells the moments of --random (default 1).")
@@ -7548,18 +7633,17 @@ def _chosen(
     bench: Bench, random: int, seed: int, only: str | None
 ) -> tuple[list[DrillLine], Sequence[str]]:
     """Return the trials that were asked for, and the methods that no trial reaches."""
-    # A run without kills tells what there is to kill, and how long it takes.
+    # A run without kills tells what there is to kill.
     first = bench.trial(DrillLine())
-    if not first.clean:
-        problems = "; ".join(first.problems) or "rows were lost or bought twice"
-        raise LedgerError(f"the drill's run without kills is not clean: {problems}")
-    lines = [DrillLine(), *drill_lines(first.counts)]
-    lines += random_lines(random, seed, first.recovery_s)
+    lines = [DrillLine()]
+    if first.clean:
+        lines += drill_lines(first.counts)
+        lines += [random_line(number, seed) for number in range(1, random + 1)]
     missed: Sequence[str] = [name for _, name in crash_methods() if not first.counts.get(name)]
-    if only is None:
+    if only is None or not first.clean:
         return lines, missed
     if match := re.fullmatch(r"random:([0-9]{1,6})", only):
-        lines += random_lines(int(match[1]), seed, first.recovery_s)
+        return [random_line(int(match[1]), seed)], missed
     chosen = [line for line in lines if line.name == only][-1:]
     if not chosen:
         raise UsageError(f"--only: no line '{inert(only, 80)}'; the table of a drill names them")

@@ -7,12 +7,16 @@ test that is renamed or removed without its fault turns this file red.
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import signal
+import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,10 +25,10 @@ from typing import Any
 import httpx  # noqa: F401  an ordinary user may not read where it lies
 import pytest
 import rich.table  # noqa: F401
-from conftest import POSIX, QUICK, Desk, Shop, clips, in_process, jsonl, until
+from conftest import POSIX, QUICK, Desk, FakeClock, Shop, clips, in_process, jsonl, until
 from servers import FakeSume, drop_after
 
-from sume_resume import Status, open_ledger
+from sume_resume import Account, Failure, Miss, Status, Sume, open_ledger
 
 FAULTS: dict[str, str] = {
     "kill before the key is committed": "kill:kill_and_run_again drill:drill_of_the_product",
@@ -33,11 +37,13 @@ FAULTS: dict[str, str] = {
     "kill after the accept, before the answer": "cli:kill_9_then_start_at_once drill:drill_of",
     "kill between answer and id, id and poll, poll and commit": "kill:kill_and_run_again",
     "kill in a person's decision": "kill:kill_in_a_decision",
-    "kill in a backup or while a ledger is made": "kill:kill_and_run_again settle:backup",
+    "kill while a ledger is made": "kill:kill_and_run_again",
+    "kill in a backup": "faults:kill_in_a_backup_leaves_a_whole_copy_or_none",
+    "kill in a migration": "faults:kill_in_a_migration_leaves_one_schema_or_the_other",
     "answer lost after the accept": "submit:lost_answers_keep_one_key submit:run_to_the_end_after",
     "two ids for one key": "submit:a_server_that_ignores_keys poll:a_late_answer_with_another_id",
     "id that another row has": "submit:an_id_that_another_row_holds settle:resolve_refuses_a_job",
-    "slow loris": "submit:outcome_of_one_answer engine:an_abandoned_worker_is_replaced",
+    "slow loris": "faults:answer_that_drips engine:an_abandoned_worker_is_replaced",
     "truncated or packed answer": "submit:outcome_of_one_answer engine:an_answer_packed_twice",
     "error page, login page": "submit:outcome_of_one_answer poll:thirty_error_pages",
     "200 with an error body on a read": "poll:a_read_without_a_status_is_counted",
@@ -49,6 +55,9 @@ FAULTS: dict[str, str] = {
     "completed without a result": "poll:completed_without_a_url settle:retry_of_a_completed_row",
     "cost missing, odd or absurd": "poll:odd_costs decisions:sum_over_ten_thousand_rows_is_exact",
     "cost that comes late or changes": "poll:a_cost_that_arrives_late engine:a_changed_cost_leaves",
+    "cost that changes after the last word": "money:remote_audit_records_a_cost_that_changed",
+    "kill between reserve and send": "money:cap_holds_under_kills_between_reserve_and_send",
+    "job that no row names": "money:remote_audit_names_what_one_side_does_not_know",
     "job not found right after the accept": "poll:not_found_right_after_the_accept",
     "job not found or gone later": "poll:not_found_for_good_goes_to_a_person settle:way_out_by",
     "another API key": "engine:another_key_sends_nothing cli:5_another_key settle:resolve_under",
@@ -111,6 +120,82 @@ def test_each_fault_names_tests_that_exist(fault: str) -> None:
 
 
 # -- faults that need a machine of their own --
+
+
+class Dripping(FakeClock):
+    """Time goes by whenever somebody looks: each chunk of an answer comes late."""
+
+    def awake_s(self) -> float:
+        self.awake += 25.0
+        return self.awake
+
+
+@pytest.mark.parametrize("errand", ["submit", "read"])
+def test_answer_that_drips_is_given_up_at_the_total_deadline(errand: str) -> None:
+    """A byte in time, again and again, trips no timeout between bytes; the whole has one too."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            peer, _ = server.accept()
+            with peer, contextlib.suppress(OSError):
+                peer.recv(65536)
+                peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+                while True:
+                    peer.sendall(b"x")
+                    time.sleep(0.001)
+
+        thread = threading.Thread(target=drip, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        client = Sume(Account(url + "/v1", url, "k"), Dripping(), False)
+        if errand == "submit":
+            answer = client.submit("video", "key", b"{}", lambda: False)
+        else:
+            answer = client.read("video", "job_1")
+        client.close()
+        thread.join(10)
+    assert isinstance(answer, Failure)
+    assert answer.miss is Miss.UNKNOWN
+    assert "no whole answer" in answer.text
+
+
+@POSIX
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_kill_in_a_backup_leaves_a_whole_copy_or_none(shop: Shop, when: str) -> None:
+    shop.invoke("add", shop.rows(*clips(3)))
+    before = (shop.folder / "jobs.db").read_bytes()
+    kill = "os.kill(os.getpid(), 9)"
+    code = "import os, sume_resume as s; real = s._publish\ndef dies(*a):\n"
+    code += f"    {kill if when == 'before' else 'real(*a)'}\n    {kill}\ns._publish = dies"
+    done = shop.call("backup", "b.db", code=code)
+    assert done.returncode == -9
+    assert (shop.folder / "jobs.db").read_bytes() == before
+    assert (shop.folder / "b.db").exists() == (when == "after")
+    if when == "before":
+        assert shop.invoke("backup", "b.db").returncode == 0
+    with open_ledger(shop.folder / "b.db") as copy:
+        copy.quick_check()
+        assert copy.totals().rows == 3
+
+
+@POSIX
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_kill_in_a_migration_leaves_one_schema_or_the_other(shop: Shop, when: str) -> None:
+    shop.invoke("add", shop.rows(*clips(3)))
+    with contextlib.closing(sqlite3.connect(shop.folder / "jobs.db")) as db:
+        db.execute("ALTER TABLE jobs DROP COLUMN estimate_micros")
+        db.execute("PRAGMA user_version = 1")
+    kill = "os.kill(os.getpid(), 9)"
+    code = "import os, sume_resume as s; real = s.Ledger._commit\ndef dies(self):\n"
+    code += f"    {kill if when == 'before' else 'real(self)'}\n    {kill}\ns.Ledger._commit = dies"
+    assert shop.call("status", code=code).returncode == -9
+    version = (shop.folder / "jobs.db").read_bytes()[60:64]
+    assert int.from_bytes(version, "big") in (1, 2)
+    with open_ledger(shop.folder / "jobs.db") as ledger:
+        ledger.quick_check()
+        assert ledger.totals().rows == 3
+    assert shop.run().returncode == 0
+    assert len(shop.server.charges) == 3
 
 
 @POSIX

@@ -93,9 +93,8 @@ def test_pragmas_and_marks(ledger: Ledger) -> None:
 
 def test_a_ledger_in_wal_mode_is_brought_back(desk: Desk) -> None:
     desk.add(*clips(1))
-    with sqlite3.connect(desk.path) as db:
+    with contextlib.closing(sqlite3.connect(desk.path)) as db:
         db.execute("PRAGMA journal_mode = WAL")
-    db.close()
     with open_ledger(desk.path) as ledger:
         assert ledger._one("PRAGMA journal_mode")[0] == "delete"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from collections import Counter
@@ -438,10 +439,10 @@ def test_old_ledger_gets_the_new_column_and_keeps_its_rows(desk: Desk) -> None:
     desk.add(*clips(2))
     desk.run(limit=1)
     before = desk.jobs()
-    with sqlite3.connect(desk.path) as db:
+    with contextlib.closing(sqlite3.connect(desk.path)) as db:
         db.execute("ALTER TABLE jobs DROP COLUMN estimate_micros")
         db.execute("PRAGMA user_version = 1")
-    db.close()
+        db.commit()
     assert desk.jobs() == before
     capped(desk, "9.00")
     assert {job.status for job in desk.jobs().values()} == {Status.COMPLETED}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -493,7 +494,7 @@ def queries() -> list[str]:
 def test_queries_of_the_readme_run(tmp_path: Path, query: str) -> None:
     copy = tmp_path / "example.db"
     copy.write_bytes((Path(SCRIPT).parent / "jobs.example.db").read_bytes())
-    with sqlite3.connect(copy) as db:
+    with contextlib.closing(sqlite3.connect(copy)) as db:
         if "'review'" in query:
             db.execute("UPDATE jobs SET status = 'rejected' WHERE status = 'queued'")
         assert db.execute(query).fetchall()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -785,7 +786,7 @@ def test_replace_with_the_same_content_does_nothing(desk: Desk) -> None:
     before = desk.path.read_bytes()
     assert desk.add(*clips(2), replace=True).existing == 2
     assert desk.jobs()["r1"].status is Status.REJECTED
-    with sqlite3.connect(desk.path) as db:
+    with contextlib.closing(sqlite3.connect(desk.path)) as db:
         assert db.execute("SELECT count(*) FROM jobs").fetchone() == (2,)
     assert len(desk.path.read_bytes()) == len(before)
 
@@ -864,7 +865,7 @@ def test_backup_of_a_ledger_that_is_locked_gives_up(
 ) -> None:
     desk.add(*clips(1))
     monkeypatch.setattr(sume_resume, "BUSY_TIMEOUT_MS", 10)
-    with sqlite3.connect(desk.path, isolation_level=None) as writer:
+    with contextlib.closing(sqlite3.connect(desk.path, isolation_level=None)) as writer:
         writer.execute("BEGIN EXCLUSIVE")
         done = desk.command("backup", str(tmp_path / "b.db"))
         writer.execute("ROLLBACK")
