@@ -5801,6 +5801,7 @@ class Trial:
         self.rows = drill_rows(line.fault)
         self.problems: list[str] = []
         self._children: set[subprocess.Popen[bytes]] = set()
+        self._stopped = False
         self._held, self._released = threading.Event(), threading.Event()
 
     def run(self) -> Drilled:
@@ -5839,7 +5840,10 @@ class Trial:
             return self._judge((ended_ms - begin_ms) / 1000)
 
     def stop(self) -> None:
-        """Kill what runs; a drill was interrupted."""
+        """Kill what runs, and start nothing more; its thread ends soon after."""
+        self._stopped = True
+        self._held.set()
+        self._released.set()
         for child in list(self._children):
             child.kill()
             child.wait()
@@ -5920,6 +5924,8 @@ class Trial:
     ) -> subprocess.Popen[bytes]:
         import subprocess
 
+        if self._stopped:
+            raise SumeResumeError("the drill was stopped")
         # By its path: the file may have any name.
         code = (
             "import sys; from importlib import util; "
@@ -6093,11 +6099,18 @@ class Bench:
         self._trials: list[Trial] = []
 
     def __enter__(self) -> Bench:
+        from concurrent.futures import ThreadPoolExecutor
+
+        # Twice as many at once as there are cores: a trial waits as much as it works.
+        self._pool = ThreadPoolExecutor(max_workers=2 * (os.cpu_count() or 1))
         return self
 
     def __exit__(self, *exc: object) -> None:
+        """Let nothing outlive the drill: no thread that writes, no process."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
         for trial in self._trials:
             trial.stop()
+        self._pool.shutdown(wait=True)
 
     def trial(self, line: DrillLine) -> Drilled:
         """Run one trial to its end."""
@@ -6107,15 +6120,11 @@ class Bench:
         return trial.run()
 
     def trials(self, lines: Sequence[DrillLine]) -> Iterator[Drilled]:
-        """Run trials, twice as many at once as there are cores, and yield them as they end."""
-        from concurrent.futures import ThreadPoolExecutor, as_completed
+        """Run trials side by side, and yield them as they end."""
+        from concurrent.futures import as_completed
 
-        pool = ThreadPoolExecutor(max_workers=2 * (os.cpu_count() or 1))
-        try:
-            for done in as_completed([pool.submit(self.trial, line) for line in lines]):
-                yield done.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        for done in as_completed([self._pool.submit(self.trial, line) for line in lines]):
+            yield done.result()
 
 
 # --- cli ---------------------------------------------------------------------
