@@ -892,7 +892,7 @@ def test_account_of_a_ledger_with_jobs(desk: Desk) -> None:
         sume_resume.check_account(ledger, rotated, adopt=True)
 
 
-# -- what helpers of a person found --
+# -- doubts that must stay, and words that must be true --
 
 
 def test_simulated_ledger_never_buys_even_without_a_job(shop: Shop) -> None:
