@@ -5871,7 +5871,8 @@ class Trial:
         if line.point == HELD_KILL and self._held.wait(DRILL_LIMIT_S):
             child.kill()
         code = child.wait(DRILL_LIMIT_S)
-        died = code in (-9, 137, 1) if os.name != "posix" else code in (-9, 137)
+        # Windows gives a killed process the number that the killer names.
+        died = code in ((-9, 137) if os.name == "posix" else (1, signal.SIGTERM, 137))
         if line.point not in (None, SECOND_RUNNER):
             if not died:
                 self.problems.append(f"the point was not reached: {self._last_words()}")

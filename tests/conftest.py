@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -39,6 +40,16 @@ from sume_resume import (
     admit,
     perform,
 )
+
+# A suite that was started in the background, or under nohup, ignores signals, and so would all
+# that it starts; what is tested is how a command hears them.
+for _name, _usual in (
+    ("SIGINT", signal.default_int_handler),
+    ("SIGHUP", signal.SIG_DFL),
+    ("SIGTERM", signal.SIG_DFL),
+):
+    if hasattr(signal, _name) and signal.getsignal(getattr(signal, _name)) is signal.SIG_IGN:
+        signal.signal(getattr(signal, _name), _usual)
 
 START_MS = 1_700_000_000_000
 KEY = "CANARY-key-1"
