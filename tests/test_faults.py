@@ -89,6 +89,7 @@ FAULTS: dict[str, str] = {
     "storm of 5xx": "submit:storm_of_500_is_bounded_and_ends_at_the_deadline",
     "full queue": "engine:a_small_queue_is_kept_full engine:a_queue_that_others_fill",
     "no network for two hours": "poll:two_hours_without_a_network submit:refused_connection_waits",
+    "no names for two hours": "faults:names_that_are_not_found_for_two_hours",
     "certificate that nobody vouches for": "tls:an_unknown_certificate_stops_the_run",
     "SIGINT, SIGTERM, SIGHUP, twice": "cli:signal_while_an_answer_is_held cli:second_signal_leaves",
     "signal outside a run": "output:signal_outside_a_run_cleans_up",
@@ -157,6 +158,32 @@ def test_answer_that_drips_is_given_up_at_the_total_deadline(errand: str) -> Non
     assert isinstance(answer, Failure)
     assert answer.miss is Miss.UNKNOWN
     assert "no whole answer" in answer.text
+
+
+@pytest.mark.parametrize("during", ["submits", "reads"])
+def test_names_that_are_not_found_for_two_hours(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, during: str
+) -> None:
+    """A resolver that fails spends no budget of any row, and the first success goes on."""
+    desk.add(*clips(3))
+    if during == "reads":
+        desk.server.reads_to_finish = 10**6
+        desk.run(deadline_s=5)
+        desk.server.reads_to_finish = 1
+    before = {row: (job.status, job.job_id) for row, job in desk.jobs().items()}
+
+    def fails(*args: object, **more: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", fails)
+        ending = desk.run(deadline_s=7200.0)
+    assert ending.deadline
+    assert {row: (job.status, job.job_id) for row, job in desk.jobs().items()} == before
+    assert [notice for notice in desk.notices if "offline" in notice]
+    desk.run()
+    assert {job.status for job in desk.jobs().values()} == {Status.COMPLETED}
+    assert len(desk.server.charges) == 3
 
 
 @POSIX
