@@ -64,7 +64,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import ROUND_CEILING, Decimal
-from itertools import count, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import (
@@ -351,6 +351,11 @@ def quiet(text: object, limit: int = MAX_NOTE_CHARS) -> str:
     for pattern, instead in _SECRETS:
         flat = re.sub(pattern, instead, flat)
     return inert(flat, limit)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: 1 row, 2 rows."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def db_flag(ledger: Path) -> str:
@@ -674,18 +679,29 @@ _MICROS_PER = {"micros": 1, "cents": 10_000}
 _DECIMAL = r"[0-9]{1,20}(\.[0-9]{1,20})?"
 
 
-def usd_to_micros(value: object) -> int | None:
-    """Return decimal USD as micro-USD, rounded to the nearest one; None if it is no price.
-
-    A number or its text is read as a decimal, so that 0.10 is exactly 100000.
-    """
+def decimal_of(value: object) -> Decimal | None:
+    """Return a number, or its text, as the exact decimal that it is written as."""
     if isinstance(value, bool) or not isinstance(value, int | Decimal | str):
         return None
     if isinstance(value, str) and not re.fullmatch(_DECIMAL, value):
         return None
     try:
-        micros = (Decimal(value) * 1_000_000).to_integral_value()
+        return Decimal(value)
     except (ArithmeticError, ValueError):
+        return None
+
+
+def usd_to_micros(value: object) -> int | None:
+    """Return decimal USD as micro-USD, rounded to the nearest one; None if it is no price.
+
+    A number or its text is read as a decimal, so that 0.10 is exactly 100000.
+    """
+    usd = decimal_of(value)
+    try:
+        micros = (usd * 1_000_000).to_integral_value() if usd is not None else None
+    except ArithmeticError:
+        return None
+    if micros is None:
         return None
     return int(micros) if micros.is_finite() and 0 <= micros <= MAX_MICROS else None
 
@@ -1158,8 +1174,6 @@ class Reading(NamedTuple):
     """What the answer to a read says about a job."""
 
     said: Said
-    # A pause that a broken server asks for, and no limit of ours.
-    broken: bool = False
     # The word as Sume wrote it, and what it maps to; None for a word nobody knows.
     word: str = ""
     status: Status | None = None
@@ -1173,6 +1187,13 @@ class Reading(NamedTuple):
     pause: Pause | None = None
     retry_after_s: float | None = None
     allowance: Allowance | None = None
+    # A pause that a broken server asks for, and no limit of ours.
+    broken: bool = False
+
+    @property
+    def note(self) -> str | None:
+        """What Sume says about how it ended, for the row's note."""
+        return f"Sume says: {self.error}" if self.error else None
 
 
 def reading_of(answer: Reply | Failure, asked: str, of_result: bool = False) -> Reading:
@@ -1192,9 +1213,14 @@ def reading_of(answer: Reply | Failure, asked: str, of_result: bool = False) -> 
         case 200 | 201 | 202 | 203 | 206:
             return _reading_of_job(answer, asked, text, of_result)._replace(allowance=left)
         case 429 | 503:
-            more: dict[str, Any] = {"retry_after_s": wait, "allowance": left}
-            broken = answer.code == 503
-            return Reading(Said.PAUSED, broken, trouble=text, pause=Pause.RATE, **more)
+            return Reading(
+                said=Said.PAUSED,
+                trouble=text,
+                pause=Pause.RATE,
+                retry_after_s=wait,
+                allowance=left,
+                broken=answer.code == 503,
+            )
         case 409 if error and "not_completed" in error.code:
             return Reading(said=Said.NOT_READY, trouble=text)
         case status if of_result and 300 <= status < 500 and status not in (408, 425):
@@ -1404,6 +1430,9 @@ def way_out(job: Job, db: str = "") -> str:
     )
 
 
+_NOT_KNOWN = "may have been sent, and its outcome is not known; sume-resume run finds out"
+
+
 def retry_refusal(job: Job, has_result: bool) -> str | None:
     """Say why a row gets no new attempt from `retry`, None where it does.
 
@@ -1415,7 +1444,7 @@ def retry_refusal(job: Job, has_result: bool) -> str | None:
         case Status.QUEUED:
             return "is queued and was never sent; sume-resume run sends it"
         case Status.SENDING:
-            return "may have been sent, and its outcome is not known; sume-resume run finds out"
+            return _NOT_KNOWN
         case Status.PENDING | Status.IN_PROGRESS:
             return f"is job {job.job_id}, which is not done; sume-resume run reads how it ends"
         case Status.REVIEW:
@@ -1439,7 +1468,7 @@ def cancel_row_refusal(job: Job) -> str | None:
     if job.status in FINAL:
         return f"is {job.status}; there is nothing to cancel"
     if job.status is Status.SENDING:
-        return "may have been sent, and its outcome is not known; sume-resume run finds out"
+        return _NOT_KNOWN
     if job.status is Status.REVIEW:
         return f"needs review; sume-resume resolve --drop {shell_word(job.row)} gives it up"
     return None
@@ -1991,12 +2020,10 @@ class _PriceReader:
 
 def _price(value: object) -> Decimal | None:
     """Return exact dollars; text or a number, not below 0, and no more than a price can be."""
-    if isinstance(value, bool) or not isinstance(value, int | Decimal | str):
+    usd = decimal_of(value)
+    if usd is None or not usd.is_finite():
         return None
-    if isinstance(value, str) and not re.fullmatch(_DECIMAL, value):
-        return None
-    usd = Decimal(value)
-    return usd if usd.is_finite() and 0 <= usd <= MAX_MICROS // 1_000_000 else None
+    return usd if 0 <= usd <= MAX_MICROS // 1_000_000 else None
 
 
 def _line_of(text: str, path: Sequence[str]) -> int:
@@ -2532,6 +2559,7 @@ class Added:
     rows: set[str] = field(default_factory=set)
 
 
+_BUSY = "another process is writing to it; try again"
 # Ends of the names of files that stand beside a ledger for a while.
 _SIDE_FILES = ("-journal", "-wal", "-shm", ".lock", ".new")
 
@@ -2546,6 +2574,12 @@ def check_new_name(path: Path) -> None:
             f"{journal}: was left by a kill and belongs to a ledger that is gone; SQLite would"
             " roll it into a new one. Put the ledger back, or move this file away"
         )
+
+
+def check_free(path: Path) -> None:
+    """Raise UsageError where a file, or a link, has the name of a copy that is to be made."""
+    if os.path.lexists(path):
+        raise UsageError(f"{path}: is there already, and is not replaced; name another file")
 
 
 class Ledger:
@@ -2616,7 +2650,7 @@ class Ledger:
             match code:
                 case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
                     kind = LedgerBusy
-                    text = f"{path}: another process is writing to it; try again"
+                    text = f"{path}: {_BUSY}"
                 case sqlite3.SQLITE_FULL:
                     text = f"{path}: the disk is full; free some space, then run again"
                 case sqlite3.SQLITE_IOERR:
@@ -2651,6 +2685,13 @@ class Ledger:
 
     def _jobs(self, sql: str, **values: object) -> list[Job]:
         return [_job_from(line) for line in self._all(sql, **values)]
+
+    def _in_batches(self, sql: str, batch: int) -> Iterator[Job]:
+        """Yield attempts in order; no read stays open between batches."""
+        after = 0
+        while found := self._jobs(sql, after=after, limit=batch):
+            yield from found
+            after = found[-1].id
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
@@ -2746,10 +2787,7 @@ class Ledger:
 
     def latest(self, batch: int = 1000) -> Iterator[Job]:
         """Yield every row's latest attempt, in order; no read stays open between batches."""
-        after = 0
-        while found := self._jobs(SQL_LATEST, after=after, limit=batch):
-            yield from found
-            after = found[-1].id
+        return self._in_batches(SQL_LATEST, batch)
 
     def totals(self) -> Totals:
         counts = Counter({Status(s): n for s, n in self._all(SQL_COUNTS)})
@@ -2761,10 +2799,7 @@ class Ledger:
 
     def sent(self, batch: int = 1000) -> Iterator[Job]:
         """Yield every attempt that may have been bought, in order."""
-        after = 0
-        while found := self._jobs(SQL_SENT, after=after, limit=batch):
-            yield from found
-            after = found[-1].id
+        return self._in_batches(SQL_SENT, batch)
 
     def first_sent_at(self) -> int | None:
         """Return when the first request of this ledger left, in ms UTC."""
@@ -2802,11 +2837,10 @@ class Ledger:
         def busy(code: int, remaining: int, total: int) -> None:
             # backup() itself would ask for ever.
             if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-                raise LedgerBusy(f"{self.path}: another process is writing to it; try again")
+                raise LedgerBusy(f"{self.path}: {_BUSY}")
 
         check_new_name(path)
-        if os.path.lexists(path):
-            raise UsageError(f"{path}: is there already, and is not replaced; name another file")
+        check_free(path)
         try:
             # Only its owner may read it, like the ledger itself.
             fd, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".new", dir=path.parent)
@@ -3796,9 +3830,8 @@ def admit(ledger: Ledger, account: Account, adopt: bool, now_ms: int) -> None:
 def look_up(ledger: Ledger, api: Sume, account: Account, kind: Kind, job_id: str) -> Reading:
     """Read a job that a person names. Raises UsageError when Sume does not know it.
 
-    Raises AccountError when no answer says whether it does, or another account would be asked.
+    Raises AccountError when no answer says whether it does, or another origin would be asked.
     """
-    check_account(ledger, account)
     if ledger.meta("origin") != account.origin:
         raise AccountError(
             f"{ledger.path}: its rows were sent to {ledger.meta('origin')}, and SUME_API_BASE_URL"
@@ -3847,8 +3880,7 @@ def cancel_jobs(
 
     def ask(job_id: str) -> Reply | Failure:
         for step in count(1):
-            clock.sleep(max(0.0, budget.ready_s - clock.awake_s()))
-            budget.take(clock.awake_s())
+            _await(budget, clock)
             ledger.record_pace("writes", clock.wall_ms())
             answer = api.cancel(job_id)
             if isinstance(answer, Failure) or answer.code not in (429, 503) or step == CANCEL_TRIES:
@@ -3870,6 +3902,12 @@ def cancel_jobs(
         yield _wish(before, _after_wish(ledger, before, refusal, reading, clock), refusal)
 
 
+def _await(budget: Budget, clock: Clock) -> None:
+    """Wait until a request of this budget may leave, and take its place."""
+    clock.sleep(max(0.0, budget.ready_s - clock.awake_s()))
+    budget.take(clock.awake_s())
+
+
 def _after_wish(ledger: Ledger, job: Job, refusal: str, reading: Reading, clock: Clock) -> Job:
     """Record a wish and how the job ended, if it has; a run may have read it meanwhile."""
     with ledger.transaction():
@@ -3881,8 +3919,7 @@ def _after_wish(ledger: Ledger, job: Job, refusal: str, reading: Reading, clock:
         if status is None or status not in FINAL or status is Status.COMPLETED:
             # A run looks for the result and the cost of what is completed.
             return asked
-        note = f"Sume says: {reading.error}" if reading.error else None
-        return ledger.record_final(asked, status, reading, note, now_ms)
+        return ledger.record_final(asked, status, reading, reading.note, now_ms)
 
 
 def _wish(before: Job, job: Job, refusal: str) -> Wish:
@@ -3901,8 +3938,7 @@ def reread(ledger: Ledger, api: Sume, clock: Clock) -> Iterator[tuple[Job, str, 
     for job in ledger.sent():
         if job.job_id is None:
             continue
-        clock.sleep(max(0.0, budget.ready_s - clock.awake_s()))
-        budget.take(clock.awake_s())
+        _await(budget, clock)
         reading = reading_of(api.read(job.kind, job.job_id), job.job_id)
         if reading.said is Said.HALTED:
             raise AccountError(reading.trouble)
@@ -4044,8 +4080,8 @@ class Engine:
         settings = self._settings
         given = {"--limit": settings.limit, "--job-deadline": settings.job_deadline_s}
         limits = [flag for flag, value in given.items() if value is not None]
-        ended = (self._signal, halt, self._deadline_passed(), limits)
-        return Ending(*ended, self._capped(), self._hits)
+        passed = self._deadline_passed()
+        return Ending(self._signal, halt, passed, limits, self._capped(), self._hits)
 
     def _capped(self) -> Capped | None:
         """Return what the cap keeps from being sent, if it is what ended the sending."""
@@ -4055,12 +4091,16 @@ class Engine:
         if limit is not None and len(self._first_sends) >= limit:
             return None
         queued = [job for job in self._ledger.with_status(Status.QUEUED) if self._in_scope(job)]
-        priced = [micros for job in queued if (micros := self._estimate(job)) is not None]
-        first = next((job for job in queued if self._estimate(job) is not None), None)
-        if not queued or (first is not None and self._fits(first)):
+        found = [(job, self._estimate(job)) for job in queued]
+        priced = [(job, micros) for job, micros in found if micros is not None]
+        if not queued or (priced and self._fits(priced[0][0])):
             return None
-        spent = self._totals.cost_micros + self._totals.reserved_micros
-        return Capped(len(queued), len(queued) - len(priced), spent + sum(priced))
+        needed = self._counted_micros() + sum(micros for _, micros in priced)
+        return Capped(len(queued), len(queued) - len(priced), needed)
+
+    def _counted_micros(self) -> int:
+        """Return what counts against a cap: known costs, and estimates of the rest."""
+        return self._totals.cost_micros + self._totals.reserved_micros
 
     def _last_answers(self, answers: Sequence[Answer]) -> list[Answer]:
         """Wait for the submits that are still on their way when nothing can be recorded."""
@@ -4083,6 +4123,7 @@ class Engine:
         self._ledger.on_busy = self._wait_for_ledger
         now_ms = self._clock.wall_ms()
         self._pacing.restore(self._ledger.pace, self._start_s, now_ms)
+        self._version = self._ledger.data_version()
         if self._settings.max_cost_micros is not None:
             self._price_what_was_sent(now_ms)
         self._totals = self._ledger.totals()
@@ -4145,7 +4186,7 @@ class Engine:
         ending = self._signal is not None or self._deadline_passed()
         expecting = self._holding or self._submits_flying() > 0
         if not expecting and (ending or tries >= BUSY_TRIES):
-            raise
+            raise exc
         self._listen(Tick(self._clock.wall_ms(), "the ledger"))
         self._listen(Notice(str(exc)))
 
@@ -4230,14 +4271,16 @@ class Engine:
         prices = self._settings.prices
         return prices.estimate(job.kind, job.model, job.body) if prices else None
 
+    def _is_priced(self, job: Job) -> bool:
+        return self._settings.max_cost_micros is None or self._estimate(job) is not None
+
     def _fits(self, job: Job) -> bool:
         """Say whether a row can be bought without any chance to exceed the cap."""
         cap = self._settings.max_cost_micros
         if cap is None:
             return True
         micros = self._estimate(job)
-        spent = self._totals.cost_micros + self._totals.reserved_micros
-        return micros is not None and not self._unpriced and spent + micros <= cap
+        return micros is not None and not self._unpriced and self._counted_micros() + micros <= cap
 
     def _next_queued(self, submits: int, now_s: float) -> Job | None:
         """Return the next row that may be sent, if Sume's queue and the cap have room."""
@@ -4261,8 +4304,7 @@ class Engine:
         while batch := self._ledger.with_status(Status.QUEUED, self._after, 100):
             for job in batch:
                 again = job.id in self._first_sends
-                priced = self._settings.max_cost_micros is None or self._estimate(job) is not None
-                if self._in_scope(job) and (again or not spent) and priced:
+                if self._in_scope(job) and (again or not spent) and self._is_priced(job):
                     return job
                 self._after = job.id
         return None
@@ -4439,8 +4481,8 @@ class Engine:
             self._stop_for(Halt.SUBMITS, f"{trouble} ({outcome.trouble}); check SUME_API_BASE_URL")
 
     def _stop_for(self, halt: Halt, trouble: str) -> None:
-        worse = halt is Halt.EVERYTHING and self._halt is not None
-        if self._halt is None or (worse and self._halt[0] is Halt.SUBMITS):
+        halted = self._halt and self._halt[0]
+        if halted is None or (halted is Halt.SUBMITS and halt is Halt.EVERYTHING):
             self._halt = (halt, trouble)
             self._tell(trouble)
 
@@ -4518,7 +4560,7 @@ class Engine:
         if status is Status.REVIEW:
             self._review(job, f"Sume calls it ended, by the unknown word '{reading.word}'", now_ms)
             return
-        note = f"Sume says: {reading.error}" if reading.error else None
+        note = reading.note
         if note is None and status is Status.COMPLETED and not reading.urls:
             note = "Sume named no result file"
         after = self._ledger.record_final(job, status, reading, note, now_ms)
@@ -4721,7 +4763,7 @@ def _trouble(job: Job) -> str:
     """Return why it ended so, or the last trouble and how many reads went wrong."""
     if job.note or not job.trouble or job.status not in OPEN:
         return job.note or job.trouble or ""
-    return f"{job.trouble} ({job.poll_errors} bad read{'' if job.poll_errors == 1 else 's'})"
+    return f"{job.trouble} ({counted(job.poll_errors, 'bad read')})"
 
 
 def _money(job: Job, now_ms: int) -> str:
@@ -4747,7 +4789,12 @@ _CELLS: Mapping[str, Callable[[Job, int], str]] = {
 def plain_table(jobs: Sequence[Job], now_ms: int) -> Iterator[str]:
     """Yield the lines of a table for a pipe: nothing is cut, so that it can be searched."""
     rows = [list(_CELLS), *([inert(show(job, now_ms)) for show in _CELLS.values()] for job in jobs)]
-    widths = [max(len(row[n]) for row in rows) for n in range(len(_CELLS))]
+    yield from aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield rows of cells as lines, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
@@ -5154,7 +5201,7 @@ def estimate_lines(rows: Iterable[NewRow], prices: Prices | None) -> Iterator[st
             group.unpriced + (micros is None),
         )
     for (model, kind), group in islice(groups.items(), PLAN_ROWS):
-        parts = [f"{group.rows} {kind}{'' if group.rows == 1 else 's'}"]
+        parts = [counted(group.rows, kind)]
         parts += [f"{group.seconds} s"] if group.seconds else []
         yield f"  {inert(model)}  {', '.join([*parts, *_expected_cost(group, prices)])}"
     if len(groups) > PLAN_ROWS:
@@ -5181,7 +5228,7 @@ def plan_lines(
     prices: Prices | None,
 ) -> Iterator[str]:
     """Yield what a run would do: a line per model, then the first rows."""
-    yield f"would send {len(send)} row{'' if len(send) == 1 else 's'}; nothing was sent or written"
+    yield f"would send {counted(len(send), 'row')}; nothing was sent or written"
     yield from estimate_lines(send, prices)
     for row in send[:PLAN_ROWS]:
         yield f"{row.row}: {inert(row.prompt, 60)}"
@@ -5220,14 +5267,17 @@ def audited(job: Job, prices: Prices | None, tolerance_percent: float) -> Audite
 
 def audited_json(one: Audited) -> dict[str, Any]:
     """Return what an event says of an audited attempt."""
-    facts = {name: job_facts(one.job)[name] for name in ("row", "attempt", "status", "job_id")}
-    money = {"expected_usd": show_usd(one.expected_micros)}
-    return (
-        facts
-        | {"model": one.job.model}
-        | money
-        | {"billed_usd": show_usd(one.job.cost_micros), "flag": one.flag or None}
-    )
+    job = one.job
+    return {
+        "row": job.row,
+        "attempt": job.attempt,
+        "status": job.status,
+        "job_id": job.job_id,
+        "model": job.model,
+        "expected_usd": show_usd(one.expected_micros),
+        "billed_usd": show_usd(job.cost_micros),
+        "flag": one.flag or None,
+    }
 
 
 def audit_lines(found: Sequence[Audited]) -> Iterator[str]:
@@ -5240,9 +5290,8 @@ def audit_lines(found: Sequence[Audited]) -> Iterator[str]:
         money = (_dollars(one.expected_micros), _dollars(job.cost_micros))
         flag = "!" if one.flag else ""
         cells.append((job.row, str(job.attempt), job.model, job.status, *money, flag))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        yield inert("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)), 2000)
+    for line in aligned(cells):
+        yield inert(line, 2000)
     yield ""
     for (model, status), group in sums.items():
         billed = [one.job.cost_micros for one in group if one.job.cost_micros is not None]
@@ -5729,13 +5778,12 @@ def be_drilled(
             codes.append(exc.code)
         times_ms.append(Clock().wall_ms())
     report = {"codes": codes, "times_ms": times_ms, "counts": mine.counts}
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    with contextlib.suppress(OSError), os.fdopen(os.open(report_file, flags, 0o600), "w") as file:
-        json.dump(report, file)
+    with contextlib.suppress(OSError), os.fdopen(os.open(report_file, _NEW_FILE, 0o600), "w") as to:
+        json.dump(report, to)
     sys.exit(0)
 
 
-_LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
 
 class Mine:
@@ -6033,7 +6081,7 @@ class Trial:
             ended = ended or fact.after in FINAL
 
     def _write(self, name: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
-        with os.fdopen(os.open(self.folder / name, _LOG_FLAGS, 0o600), "w") as file:
+        with os.fdopen(os.open(self.folder / name, _NEW_FILE, 0o600), "w") as file:
             for id, fields in rows.items():
                 file.write(json.dumps({"id": id, "prompt": f"drill {id}", **fields}) + "\n")
 
@@ -6163,6 +6211,10 @@ class Voice:
             return match[0] + (self._run_flags if match[1] == "run" else self._flags)
 
         return re.sub(_COMMAND, named, text)
+
+    def shares_a_terminal(self) -> bool:
+        """Say whether events and words come to one terminal, where nothing may be drawn."""
+        return self.as_json and sys.stdout.isatty() and sys.stderr.isatty()
 
     def tell(self, type: str, **facts: object) -> None:
         """Write an event. A reader that left (| head) is no reason to stop."""
@@ -6503,7 +6555,7 @@ def _keep_namespace(ledger: Ledger, namespace: str | None) -> None:
 
 
 def _say_added(voice: Voice, added: Added, path: Path) -> None:
-    text = f"{path}: {_rows(added.new)} added"
+    text = f"{path}: {counted(added.new, 'row')} added"
     if added.replaced:
         text += f", {added.replaced} replaced"
     if added.existing:
@@ -6512,10 +6564,6 @@ def _say_added(voice: Voice, added: Added, path: Path) -> None:
         )
     voice.say(text)
     voice.tell("added", new=added.new, existing=added.existing, replaced=added.replaced)
-
-
-def _rows(count: int) -> str:
-    return f"{count} row{'' if count == 1 else 's'}"
 
 
 @app.command(epilog="\b\n" + EXIT_CODES)
@@ -6561,8 +6609,9 @@ def add(
         else:
             row = {"prompt": prompt} | ({"id": id} if id is not None else {})
             stream = io.BytesIO(json.dumps(row).encode())
-        name = "stdin" if file == "-" else file or "--prompt"
-        _say_added(voice, add_rows(path, stream, name, defaults, namespace, None, replace), path)
+        name = _input_name(file) or "--prompt"
+        added = add_rows(path, stream, name, defaults, namespace, replace=replace)
+        _say_added(voice, added, path)
     if as_json:
         with open_ledger(path) as ledger:
             voice.end(Exit.DONE, totals=totals_json(ledger.totals()))
@@ -6664,6 +6713,11 @@ def run(
     go(path, intake, settings, simulate, adopt_account, voice)
 
 
+def _input_name(file: str | None) -> str:
+    """Return what messages and the ledger call an input."""
+    return "stdin" if file == "-" else file or ""
+
+
 class Intake(NamedTuple):
     """The input of a run: a file or none, and how its rows are taken."""
 
@@ -6674,8 +6728,7 @@ class Intake(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What messages and the ledger call it."""
-        return "stdin" if self.file == "-" else self.file or ""
+        return _input_name(self.file)
 
 
 def _check_run(path: Path, intake: Intake, settings: Settings) -> None:
@@ -6711,8 +6764,8 @@ def _run(
                 check_account(there, account or STAND_IN_ACCOUNT, adopt)
         if intake.file is not None:
             stream = _open_input(intake.file, stack)
-            how = (intake.name, intake.defaults, intake.namespace, None, intake.replace)
-            added = add_rows(path, stream, *how)
+            how = (intake.name, intake.defaults, intake.namespace)
+            added = add_rows(path, stream, *how, replace=intake.replace)
             scope = added.rows
             _say_added(voice, added, path)
         ledger = stack.enter_context(open_ledger(path))
@@ -6799,17 +6852,16 @@ def plan_of(
         now_ms, sending = Clock().wall_ms(), ledger.with_status(Status.SENDING)
         origin = ledger.meta("origin")
         moved = account is not None and origin not in (None, account.origin)
-        review = [
-            job for job in sending if moved or too_old(job.first_sent_at or 0, now_ms, key_ttl_s)
-        ]
-        replay = [job for job in sending if job not in review]
+        old = [moved or bool(too_old(job.first_sent_at or 0, now_ms, key_ttl_s)) for job in sending]
+        review = [job for job, is_old in zip(sending, old, strict=True) if is_old]
+        replay = [job for job, is_old in zip(sending, old, strict=True) if not is_old]
         return Plan([*send, *changed.values()], replay, review, outside)
 
 
 def _show_plan(plan: Plan, limit: int | None, prices: Prices | None, voice: Voice) -> NoReturn:
     """Print a plan, as a table by model and a list of rows, or as events; and end."""
     send = plan.send[:limit]
-    for row in send:
+    for row in send if voice.as_json else ():
         facts = {"kind": row.kind, "model": row.model, "duration": row.duration_s}
         micros = prices.estimate(row.kind, row.model, row.body) if prices else None
         voice.tell(
@@ -6859,7 +6911,7 @@ def run_ledger(
 def _display(voice: Voice) -> contextlib.AbstractContextManager[Callable[[Event], None]]:
     """Return what shows a run: a live table, a log, or nothing beside events on a terminal."""
     # FORCE_COLOR makes rich take a log for a terminal; only a real one can be redrawn.
-    if sys.stderr.isatty() and voice.as_json and sys.stdout.isatty():
+    if voice.shares_a_terminal():
         return contextlib.nullcontext(lambda event: None)
     if _is_screen(sys.stderr):
         return LiveTable(make_console(stderr=True), voice.complete)
@@ -7002,7 +7054,7 @@ def _why_unfinished(ending: Ending) -> str:
 
 def _cap_words(capped: Capped) -> str:
     """Say what --max-cost keeps back, and what it would have to be."""
-    words = f"--max-cost keeps back {_rows(capped.rows)}"
+    words = f"--max-cost keeps back {counted(capped.rows, 'row')}"
     if capped.unpriced:
         words += f", {capped.unpriced} of them without a known price"
     if capped.rows > capped.unpriced:
@@ -7310,7 +7362,9 @@ def cancel(
             refused += more
         totals = ledger.totals()
         if all and totals.by_status[Status.REVIEW]:
-            voice.say(f"left as they are: {_rows(totals.by_status[Status.REVIEW])} in review")
+            voice.say(
+                f"left as they are: {counted(totals.by_status[Status.REVIEW], 'row')} in review"
+            )
         if not jobs and not left:
             voice.say("no row is queued or at Sume")
         voice.end(code, refused=refused, totals=totals_json(totals))
@@ -7366,7 +7420,7 @@ def _ask_to_cancel(
                 voice.say(f"row '{job.row}': is {job.status} already")
     except AccountError as exc:
         left = len(jobs) - done
-        voice.say(f"error: {exc}; Sume was not asked about {_rows(left)}")
+        voice.say(f"error: {exc}; Sume was not asked about {counted(left, 'row')}")
         voice.tell("error", text=str(exc))
         return exc.exit_code, refused + left
     return Exit.NOT_ALL_COMPLETED if refused else code, refused
@@ -7479,13 +7533,13 @@ def backup(
         # What was simulated needs its stand-in's memory, or its jobs are not known.
         memory, copy = stand_in_state(path), stand_in_state(Path(file))
         simulated = ledger.meta("origin") == STAND_IN and memory.exists()
-        if simulated and os.path.lexists(copy):
-            raise UsageError(f"{copy}: is there already, and is not replaced; name another file")
+        if simulated:
+            check_free(copy)
         ledger.copy_to(Path(file))
         if simulated:
             copy_stand_in(memory, copy)
         totals = ledger.totals()
-    voice.say(f"{file}: a copy of {path}, {_rows(totals.rows)}")
+    voice.say(f"{file}: a copy of {path}, {counted(totals.rows, 'row')}")
     voice.tell("backup", file=file, rows=totals.rows)
     voice.end(Exit.DONE, totals=totals_json(totals))
 
@@ -7607,9 +7661,12 @@ def drill(
         raise UsageError(f"--db: {beside}: cannot be written: {exc.strerror}") from exc
     with _scratch(scratch):
         with Bench(scratch, Path(__file__).absolute(), os.environ) as bench:
-            lines, missed = _chosen(bench, random, seed, only)
+            # A run without kills tells what there is to kill.
+            first = bench.trial(DrillLine())
+            lines = _chosen(first, random, seed, only)
+            missed = [name for _, name in crash_methods() if not first.counts.get(name)]
             voice.tell("drill", lines=len(lines), not_reached=missed, folder=str(scratch))
-            done = _drill_all(bench, lines, voice)
+            done = _drill_all(bench, first, lines, voice)
         failed = [result for result in done if not result.clean]
         _show_drill(done, missed, voice)
         for result in failed:
@@ -7619,11 +7676,9 @@ def drill(
                 f"  repeat it: sume-resume drill --only '{result.line.name}'{again}"
             )
         clean = f"{len(done) - len(failed)} of {len(done)} lines clean"
-        voice.say(
-            f"{clean}; {sum(result.charges for result in done)} charges, none twice"
-            if not failed
-            else clean
-        )
+        if not failed:
+            clean += f"; {sum(result.charges for result in done)} charges, none twice"
+        voice.say(clean)
         code = Exit.NOT_ALL_COMPLETED if failed else Exit.DONE
     voice.end(code, lines=len(done), failed=len(failed))
 
@@ -7639,43 +7694,46 @@ def _scratch(folder: Path) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _chosen(
-    bench: Bench, random: int, seed: int, only: str | None
-) -> tuple[list[DrillLine], Sequence[str]]:
-    """Return the trials that were asked for, and the methods that no trial reaches."""
-    # A run without kills tells what there is to kill.
-    first = bench.trial(DrillLine())
-    lines = [DrillLine()]
-    if first.clean:
-        lines += drill_lines(first.counts)
-        lines += [random_line(number, seed) for number in range(1, random + 1)]
-    missed: Sequence[str] = [name for _, name in crash_methods() if not first.counts.get(name)]
-    if only is None or not first.clean:
-        return lines, missed
-    if match := re.fullmatch(r"random:([0-9]{1,6})", only):
-        return [random_line(int(match[1]), seed)], missed
-    chosen = [line for line in lines if line.name == only][-1:]
+def _chosen(first: Drilled, random: int, seed: int, only: str | None) -> list[DrillLine]:
+    """Return the trials that were asked for; where the first one is not clean, that alone."""
+    if not first.clean:
+        return [first.line]
+    if only is not None and (match := re.fullmatch(r"random:([0-9]{1,6})", only)):
+        return [random_line(int(match[1]), seed)]
+    lines = [first.line, *drill_lines(first.counts)]
+    lines += [random_line(number, seed) for number in range(1, random + 1)]
+    if only is None:
+        return lines
+    chosen = [line for line in lines if line.name == only]
     if not chosen:
         raise UsageError(f"--only: no line '{inert(only, 80)}'; the table of a drill names them")
-    return chosen, missed
+    return chosen
 
 
-def _drill_all(bench: Bench, lines: Sequence[DrillLine], voice: Voice) -> list[Drilled]:
-    """Run the trials, show how far they are, and return them in their order."""
+def _drill_all(
+    bench: Bench, first: Drilled, lines: Sequence[DrillLine], voice: Voice
+) -> list[Drilled]:
+    """Run the trials but the first, which was run; show how far they are.
+
+    Returns them in the order of their lines.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console = make_console(stderr=True)
-    shown = _is_screen(sys.stderr) and not (voice.as_json and sys.stdout.isatty())
+    shown = _is_screen(sys.stderr) and not voice.shares_a_terminal()
+    order = {line: place for place, line in enumerate(lines)}
+    rest = bench.trials([line for line in lines if line != first.line])
     done: list[Drilled] = []
+    failed = 0
     with Progress(*columns, TimeElapsedColumn(), console=console, disable=not shown) as progress:
         task = progress.add_task("drilling", total=len(lines))
-        for result in bench.trials(lines):
+        for result in chain([first] if first.line in order else [], rest):
             done.append(result)
-            failed = sum(not one.clean for one in done)
+            failed += not result.clean
             progress.update(task, advance=1, description=f"drilling, {failed} not clean")
             voice.tell("line", **drilled_json(result))
-    return sorted(done, key=lambda result: lines.index(result.line))
+    return sorted(done, key=lambda result: order[result.line])
 
 
 def _show_drill(done: Sequence[Drilled], missed: Sequence[str], voice: Voice) -> None:
@@ -7693,9 +7751,8 @@ def _show_drill(done: Sequence[Drilled], missed: Sequence[str], voice: Voice) ->
             table.add_row(*row, style="" if result.clean else "bold red")
         make_console().print(table)
     else:
-        widths = [max(map(len, column)) for column in zip(DRILL_COLUMNS, *rows, strict=True)]
-        for cells in (DRILL_COLUMNS, *rows):
-            print("  ".join(cell.ljust(w) for cell, w in zip(cells, widths, strict=True)).rstrip())
+        for line in aligned([DRILL_COLUMNS, *rows]):
+            print(line)
     if missed:
         print(f"not reached by these rows: {', '.join(missed)}")
 

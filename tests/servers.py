@@ -108,6 +108,13 @@ class FakeSume:
     def charges_of(self, row_body: str) -> int:
         return sum(row_body.encode() in job.body for job in self.charges)
 
+    def forget(self) -> None:
+        """Be as new: no job, no key, no charge, and nothing asked."""
+        for log in (self.charges, self.requests):
+            log.clear()
+        for known in (self.jobs, self.by_key, self.cancelled):
+            known.clear()
+
     # -- behaviour --
 
     def make_job(self, request: Request) -> FakeJob:

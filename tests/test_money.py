@@ -252,10 +252,8 @@ def test_cap_holds_under_kills_between_reserve_and_send(
     for seed in range(block * 25, block * 25 + 25):
         rng = random.Random(seed)
         desk = Desk(tmp_path / f"{seed}.db", server, clock, seed=seed)
-        for log in (server.charges, server.requests, server.submits):
-            log.clear()
-        server.jobs.clear()
-        server.by_key.clear()
+        server.forget()
+        server.submits.clear()
         rows = [
             {"id": f"r{n}", "prompt": f"{seed} {n}.", "duration": rng.randint(1, 8)}
             for n in range(8)

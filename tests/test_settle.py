@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from conftest import KEY, POSIX, START_MS, Desk, Shop, clips, statuses
 from servers import (
+    Act,
     FakeJob,
     FakeSume,
     Reply,
@@ -25,6 +26,7 @@ from servers import (
     closed_port,
     drop_after,
     error,
+    finished,
 )
 
 import sume_resume
@@ -59,25 +61,26 @@ def refused(desk: Desk, *args: str, code: int = 2) -> str:
     return said(done)
 
 
+def first_answers(desk: Desk, *acts: Act) -> None:
+    """Run one row, whose first submits are answered so."""
+    desk.server.submits.extend(acts)
+    desk.add(*clips(1))
+    desk.run()
+
+
 # -- ways into review, and out of it --
 
 
 def refused_after_a_lost_answer(desk: Desk) -> None:
-    desk.server.submits.extend([drop_after, Reply(400, error("bad_request"))])
-    desk.add(*clips(1))
-    desk.run()
+    first_answers(desk, drop_after, Reply(400, error("bad_request")))
 
 
 def key_conflict(desk: Desk) -> None:
-    desk.server.submits.append(Reply(422, error("idempotency_key_reused")))
-    desk.add(*clips(1))
-    desk.run()
+    first_answers(desk, Reply(422, error("idempotency_key_reused")))
 
 
 def unknown_409(desk: Desk) -> None:
-    desk.server.submits.append(Reply(409, error("strange")))
-    desk.add(*clips(1))
-    desk.run()
+    first_answers(desk, Reply(409, error("strange")))
 
 
 def never_a_usable_answer(desk: Desk) -> None:
@@ -161,16 +164,7 @@ def ended_by_an_unknown_word(desk: Desk) -> None:
     desk.add(*clips(1))
     desk.server.final = lambda job: {"id": job.id, "status": "vanished", "terminal": True}
     desk.run()
-    desk.server.final = sume_finished
-
-
-def sume_finished(job: FakeJob) -> dict[str, Any]:
-    return {
-        "id": job.id,
-        "status": "completed",
-        "usage": {"cost": 0.1},
-        "url": f"https://m/{job.id}",
-    }
+    desk.server.final = finished
 
 
 INTO_REVIEW: list[Callable[[Desk], None]] = [
@@ -421,7 +415,7 @@ def test_retry_buys_again_with_a_new_key(desk: Desk, word: str) -> None:
     assert "attempt 2" in text
     assert "sume-resume run" in text
     assert len(desk.server.charges) == 1
-    desk.server.final = sume_finished
+    desk.server.final = finished
     desk.run()
     first, second = attempts(desk)
     assert first._replace(latest=1, updated_at=0) == old._replace(updated_at=0)
@@ -434,9 +428,7 @@ def test_retry_buys_again_with_a_new_key(desk: Desk, word: str) -> None:
 
 
 def test_retry_of_a_rejected_row(desk: Desk) -> None:
-    desk.server.submits.append(Reply(404, error("model_not_found")))
-    desk.add(*clips(1))
-    desk.run()
+    first_answers(desk, Reply(404, error("model_not_found")))
     ok(desk, "retry", "r1", "--yes")
     desk.run()
     assert statuses(attempts(desk)) == ["rejected", "completed"]
@@ -730,12 +722,10 @@ def test_replace_of_a_queued_row(desk: Desk) -> None:
 @pytest.mark.parametrize("word", ["failed", "cancelled", "expired", "rejected"])
 def test_replace_of_a_row_that_ended_badly_is_a_new_attempt(desk: Desk, word: str) -> None:
     if word == "rejected":
-        desk.server.submits.append(Reply(422, error("invalid_request")))
-        desk.add(*clips(1))
-        desk.run()
+        first_answers(desk, Reply(422, error("invalid_request")))
     else:
         ended(desk, word)
-    desk.server.final = sume_finished
+    desk.server.final = finished
     assert desk.add({"id": "r1", "prompt": "better."}, replace=True).replaced == 1
     desk.run()
     first, second = attempts(desk)
@@ -932,9 +922,7 @@ def test_late_id_of_a_row_that_has_ended_puts_it_in_doubt(desk: Desk, way: str) 
         refused_after_a_lost_answer(desk)
         ok(desk, "resolve", "r1", "--drop", "--yes")
     else:
-        desk.server.submits.append(Reply(400, error("bad")))
-        desk.add(*clips(1))
-        desk.run()
+        first_answers(desk, Reply(400, error("bad")))
     with open_ledger(desk.path) as ledger:
         ledger.record_late_id(ledger.find("r1"), "job_late", START_MS)
         assert ledger.totals().cost_unknown_rows == 1

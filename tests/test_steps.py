@@ -148,10 +148,7 @@ def test_statement_n_fails(desk: Desk, wanted: str, after: bool) -> None:
     while True:
         n += 1
         desk.path.unlink(missing_ok=True)
-        for log in (desk.server.charges, desk.server.requests):
-            log.clear()
-        desk.server.jobs.clear()
-        desk.server.by_key.clear()
+        desk.server.forget()
         behave(desk)
         desk.add(*ROWS)
         fault = Fault(n, disk_full, after)
@@ -186,10 +183,7 @@ def test_call_n_to_the_network_fails(
     original = getattr(getattr(backend, owner), name)
     for n in range(1, 200):
         desk.path.unlink(missing_ok=True)
-        for log in (desk.server.charges, desk.server.requests):
-            log.clear()
-        desk.server.jobs.clear()
-        desk.server.by_key.clear()
+        desk.server.forget()
         behave(desk)
         desk.add(*ROWS)
         hang_up = (lambda *args: None) if step == "connect" else (lambda stream, *_: stream.close())
