@@ -35,8 +35,10 @@ The rooms, top to bottom; a name is used only below the place where it is define
     input        from what a person wrote to checked rows
     pacing       pure: budgets, gates and the queue window
     schema       all SQL text of the ledger
+    files        locks, and names that last: what SQLite does not do
     ledger       one method per fact; nothing else writes
     api          one HTTP request and its answer; knows no ledger
+    download     one result file: its part, its proof, its name
     engine       the scheduler: the only room that holds both ledger and api
     display      what a person sees of the engine's events
     stand-in     a small Sume on loopback, for --simulate
@@ -49,7 +51,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import hashlib
+import heapq
 import json
 import os
 import queue
@@ -179,6 +183,24 @@ ROOM_VOTES = 8.0
 # So often a full queue is asked again while jobs of ours are in it: a refusal is free.
 QUEUE_PROBE_S = 60.0
 
+# A download that stands still so long, or brings less than a kB a second for so long, ends.
+DOWNLOAD_STALL_S = 30.0
+DOWNLOAD_LEAST_BYTES = 30 * 1024
+# And so does one that takes longer: the worker is wanted. It goes on where it stopped.
+DOWNLOAD_DEADLINE_S = 600.0
+# Ten minutes of 4K at 50 Mbit/s; a link to more is no clip.
+MAX_FILE_BYTES = 4 * 1024**3
+# So much of a part is made durable at a time: a power cut costs no more.
+PART_SYNC_BYTES = 16 * 1024 * 1024
+MAX_REDIRECTS = 5
+MAX_LINK_CHARS = 8000
+# A file that brings nothing new in so many tries, each with a fresh link, is given up.
+DOWNLOAD_TRIES = 5
+# Links of so many rows are kept until their turn comes; others are asked for again.
+LINKS_KEPT = 1000
+# File systems take 255 bytes in a name, encrypted ones 143.
+MAX_STEM_CHARS = 60
+
 MAX_BODY_BYTES = 1024 * 1024
 MAX_LINE_BYTES = 8 * 1024 * 1024
 MAX_ROW_ID_CHARS = 200
@@ -226,7 +248,7 @@ class Exit(enum.IntEnum):
 EXIT_CODES = """\
 Exit codes:
   0  every row is completed; of other commands: done
-  1  all rows final, some not completed; of cancel: some were not
+  1  all rows final, some not completed, or a file missing; of cancel: some were not
   2  usage or input error; nothing was changed
   3  unfinished: a deadline or limit ended the run; run again
   4  rows need review
@@ -566,9 +588,17 @@ class Output(NamedTuple):
     """A result file that a job names; the query of its URL is never kept."""
 
     url: str
+    # Where it was downloaded to, whole and verified; None until then.
     path: str | None = None
     sha256: str | None = None
     bytes: int | None = None
+    # Of a download that was broken off: the object's ETag, and how much of it is durable.
+    etag: str | None = None
+    part_bytes: int | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """Return what programs read of it."""
+        return {"url": self.url, "path": self.path, "sha256": self.sha256, "bytes": self.bytes}
 
 
 class Recorded(NamedTuple):
@@ -649,6 +679,23 @@ class Notice(NamedTuple):
         return f"row '{self.row}': {self.text}" if self.row else self.text
 
 
+class Downloading(NamedTuple):
+    """A result file is on its way: so many bytes of it, of all where that is known."""
+
+    job: Job
+    received: int
+    total: int | None
+    at_ms: int
+
+
+class Downloaded(NamedTuple):
+    """A result file is on the disk, whole and verified."""
+
+    job: Job
+    output: Output
+    at_ms: int
+
+
 class Tick(NamedTuple):
     """Nothing happened, time went by. `waiting` says what for, where it is known."""
 
@@ -656,7 +703,7 @@ class Tick(NamedTuple):
     waiting: str | None
 
 
-Event = Started | Recounted | Changed | Notice | Tick
+Event = Started | Recounted | Changed | Notice | Downloading | Downloaded | Tick
 
 
 # --- money -------------------------------------------------------------------
@@ -1180,7 +1227,8 @@ class Reading(NamedTuple):
     # `terminal: true` beside a word that is not final.
     ended: bool = False
     cost: Cost = Cost(None, None, None)
-    urls: tuple[str, ...] = ()
+    # With their queries, which may be secrets: never stored and never shown.
+    links: tuple[str, ...] = ()
     error: str = ""
     hint_s: float | None = None
     trouble: str = ""
@@ -1189,6 +1237,11 @@ class Reading(NamedTuple):
     allowance: Allowance | None = None
     # A pause that a broken server asks for, and no limit of ours.
     broken: bool = False
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The links as they may be stored and shown."""
+        return tuple(map(bare, self.links))
 
     @property
     def note(self) -> str | None:
@@ -1242,10 +1295,10 @@ def _reading_of_job(reply: Reply, asked: str, text: str, of_result: bool) -> Rea
     if named and asked not in named:
         # A cache or a proxy mixed answers up: another job's clip must not end this row.
         return Reading(said=Said.BAD, trouble=f"{text}, for another job ({quiet(named[0], 60)})")
-    urls = result_urls(job)
+    links = result_links(job)
     words = [job.get("sume_status"), job.get("status"), _dig(job, "job", "status")]
     said = [word.strip() for word in words if isinstance(word, str) and word.strip()]
-    if not said and of_result and urls:
+    if not said and of_result and links:
         said = [Status.COMPLETED]
     if not said:
         return Reading(said=Said.BAD, trouble=f"{text}, without a status")
@@ -1262,7 +1315,7 @@ def _reading_of_job(reply: Reply, asked: str, text: str, of_result: bool) -> Rea
         status=status,
         ended=job.get("terminal") is True and status not in FINAL,
         cost=cost_of(next((usage for usage in usages if usage), None)),
-        urls=urls,
+        links=links,
         error=quiet(error.message or error.code) if error else "",
         hint_s=_hint_s(hint),
     )
@@ -1282,23 +1335,49 @@ def _hint_s(value: object) -> float | None:
 _NOT_RESULTS = {"status_url", "result_url", "polling_url", "webhook_url", "callback_url"}
 
 
-def result_urls(job: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the result URLs that a job names, in order, without queries, each once."""
+def result_links(job: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the links to result files that a job names, in order (sume-api.md 1.3).
+
+    Within one list, links that differ in their query alone are different files
+    (`/content?index=1`); in two places they are one file, signed twice.
+    """
     result = job.get("result")
     result = result if isinstance(result, dict) else {}
-    found: list[object] = []
+    places: list[list[object]] = []
     for holder in (job, result):
         for name in ("unsigned_urls", "urls", "artifacts"):
             listed = holder.get(name)
-            found += listed if isinstance(listed, list) else []
-        found.append(holder.get("url"))
-    found += [job.get("video_url"), job.get("media_url")]
+            places.append(listed if isinstance(listed, list) else [])
+        places.append([holder.get("url")])
+    places += [[job.get("video_url")], [job.get("media_url")]]
     for name, value in result.items():
         if name.endswith("_url") and name not in _NOT_RESULTS:
-            found.append(value)
-    plain = [item.get("url") if isinstance(item, dict) else item for item in found]
-    bare = [re.split("[?#]", url)[0] for url in plain if isinstance(url, str) and url]
-    return tuple(dict.fromkeys(quiet(url, 1000) for url in bare))
+            places.append([value])
+    found: list[str] = []
+    for place in places:
+        seen = set(map(bare, found))
+        plain = [item.get("url") if isinstance(item, dict) else item for item in place]
+        links = [
+            link for link in plain if isinstance(link, str) and 0 < len(link) <= MAX_LINK_CHARS
+        ]
+        found += [link for link in dict.fromkeys(links) if bare(link) not in seen]
+    return tuple(found)
+
+
+def bare(link: str) -> str:
+    """Return a link without its query and fragment, as it may be stored and shown."""
+    return quiet(re.split("[?#]", link)[0], 1000)
+
+
+def link_for(links: Sequence[str], outputs: Sequence[Output], position: int) -> str | None:
+    """Return the link to one of the files that a job named when it ended.
+
+    Fresh links can come in another order, and with other queries.
+    """
+    same = [link for link in links if bare(link) == outputs[position].url]
+    if len(same) == 1:
+        return same[0]
+    return links[position] if position < len(links) else None
 
 
 @dataclass(slots=True)
@@ -1334,7 +1413,7 @@ def merge(last: Reading | None, new: Reading) -> Reading:
     word = new if last.status not in FINAL and new.status in FINAL else last
     return word._replace(
         cost=new.cost if new.cost.micros is not None else last.cost,
-        urls=new.urls or last.urls,
+        links=new.links or last.links,
         error=new.error or last.error,
     )
 
@@ -1354,11 +1433,11 @@ def next_step(kind: Kind, reading: Reading, seen: Seen) -> Step:
     A completed row without a URL (an image always) has its result read once; one without
     a cost is read again three times, since Sume may book it a moment later.
     """
-    if reading.ended and not reading.urls:
+    if reading.ended and not reading.links:
         return Step.FINISH if seen.result_read else Step.RESULT
     if reading.status is not Status.COMPLETED and not reading.ended:
         return Step.FINISH if reading.status in FINAL else Step.POLL
-    if not seen.result_read and (kind == "image" or not reading.urls):
+    if not seen.result_read and (kind == "image" or not reading.links):
         return Step.RESULT
     if reading.cost.micros is None and seen.rereads < len(COST_REREAD_S):
         return Step.REREAD
@@ -1368,8 +1447,8 @@ def next_step(kind: Kind, reading: Reading, seen: Seen) -> Step:
 def last_word(reading: Reading) -> Status:
     """Return the status to record for a job that has ended."""
     if reading.ended:
-        return Status.COMPLETED if reading.urls else Status.REVIEW
-    if reading.status is Status.COMPLETED and reading.error and not reading.urls:
+        return Status.COMPLETED if reading.links else Status.REVIEW
+    if reading.status is Status.COMPLETED and reading.error and not reading.links:
         return Status.FAILED
     assert reading.status is not None
     return reading.status
@@ -2367,6 +2446,13 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "ALTER TABLE jobs ADD COLUMN estimate_micros INTEGER CHECK (estimate_micros >= 0)",
         "PRAGMA user_version = 2",
     ),
+    (
+        # Of a download that was broken off: what proves that the object is the same one, and
+        # how many bytes of its .part are durable.
+        "ALTER TABLE outputs ADD COLUMN etag TEXT",
+        "ALTER TABLE outputs ADD COLUMN part_bytes INTEGER",
+        "PRAGMA user_version = 3",
+    ),
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 
@@ -2446,6 +2532,20 @@ SQL_ADD_OUTPUT = """
     INSERT INTO outputs (job, position, url)
     VALUES (:job, :position, :url)
 """
+# What is known of a file on the disk; none of it, where it is not there any more.
+SQL_SET_FILE = """
+    UPDATE outputs
+    SET path = :path, sha256 = :sha256, bytes = :bytes, etag = NULL, part_bytes = NULL
+    WHERE job = :job
+      AND position = :position
+"""
+SQL_SET_PART = """
+    UPDATE outputs
+    SET etag = :etag, part_bytes = :part_bytes
+    WHERE job = :job
+      AND position = :position
+      AND sha256 IS NULL
+"""
 
 SQL_JOB = "SELECT * FROM jobs WHERE id = :id"
 SQL_JOB_OF_ROW = "SELECT * FROM jobs WHERE row = :row AND latest = 1"
@@ -2504,9 +2604,58 @@ SQL_FIRST_SENT = "SELECT min(first_sent_at) FROM jobs"
 SQL_EVER_SENT = "SELECT 1 FROM jobs WHERE first_sent_at IS NOT NULL LIMIT 1"
 SQL_EVER_ACCEPTED = "SELECT 1 FROM jobs WHERE job_id IS NOT NULL LIMIT 1"
 SQL_OUTPUTS = """
-    SELECT url, path, sha256, bytes FROM outputs WHERE job = :job ORDER BY position
+    SELECT url, path, sha256, bytes, etag, part_bytes
+    FROM outputs
+    WHERE job = :job
+    ORDER BY position
+"""
+# Latest attempts that ended and may have a result.
+SQL_ENDED = """
+    SELECT * FROM jobs
+    WHERE latest = 1 AND finished_at IS NOT NULL AND job_id IS NOT NULL AND id > :after
+    ORDER BY id
+    LIMIT :limit
 """
 SQL_EVENTS = "SELECT * FROM events WHERE job = :job ORDER BY id"
+
+
+# --- files -------------------------------------------------------------------
+# Locks, and names that last: what SQLite does not do.
+
+
+# A link in a file's place is not followed: its target would be written to.
+NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+# Windows locks bytes, not files: one past the holder's name, so that it can be read.
+_LOCKED_BYTE = 1 << 20
+
+
+def try_lock(fd: int) -> bool:
+    """Take the lock of an open file, which the kernel frees with its last handle; never wait."""
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            os.lseek(fd, _LOCKED_BYTE, os.SEEK_SET)
+            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
+            os.lseek(fd, 0, os.SEEK_SET)
+        else:
+            import fcntl
+
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable, where the system can."""
+    if os.name != "posix":
+        return
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 # --- ledger ------------------------------------------------------------------
@@ -2818,6 +2967,10 @@ class Ledger:
     def outputs(self, job: Job) -> list[Output]:
         return [Output(*line) for line in self._all(SQL_OUTPUTS, job=job.id)]
 
+    def ended(self, after: int, limit: int) -> list[Job]:
+        """Return latest attempts that ended at Sume, in order, from `after` on."""
+        return self._jobs(SQL_ENDED, after=after, limit=limit)
+
     def attempts(self, row: str) -> list[Job]:
         """Return all attempts of a row, the first one first."""
         return self._jobs(SQL_ATTEMPTS, row=row)
@@ -3109,10 +3262,13 @@ class Ledger:
         """Sume's last word, its cost and its files; a final status never changes again."""
         with self.transaction():
             done = self._change(job, "final", now_ms, status=status, note=note, reading=reading)
-            self._execute(SQL_DROP_OUTPUTS, job=job.id)
-            for position, url in enumerate(reading.urls):
-                self._execute(SQL_ADD_OUTPUT, job=job.id, position=position, url=url)
+            self._name_outputs(job, reading)
         return done
+
+    def _name_outputs(self, job: Job, reading: Reading) -> None:
+        self._execute(SQL_DROP_OUTPUTS, job=job.id)
+        for position, url in enumerate(reading.urls):
+            self._execute(SQL_ADD_OUTPUT, job=job.id, position=position, url=url)
 
     def record_cost(self, job: Job, cost: Cost, now_ms: int) -> Job:
         """A job was read afresh; what it cost is known, or is something else now.
@@ -3126,6 +3282,43 @@ class Ledger:
             detail = f"${show_usd(cost.micros)}"
             changes = cast("dict[str, Any]", _cost_changes(current, cost))
             return self._change(current, "cost", now_ms, detail, **changes)
+
+    # -- recording downloads --
+
+    def record_named(self, job: Job, reading: Reading, now_ms: int) -> Job:
+        """A completed job that had named no file names one now."""
+        with self.transaction():
+            if self.outputs(job):
+                return self.job(job.id)
+            self._name_outputs(job, reading)
+            files = counted(len(reading.urls), "file")
+            return self._change(job, "named", now_ms, files, note=None, trouble=None)
+
+    def record_part(self, job: Job, position: int, etag: str, part_bytes: int) -> None:
+        """So many bytes of a file are durable in its .part, of the object with this ETag."""
+        with self.transaction():
+            at = {"job": job.id, "position": position}
+            self._execute(SQL_SET_PART, **at, etag=etag, part_bytes=part_bytes)
+
+    def record_downloaded(
+        self, job: Job, position: int, path: str, sha256: str, size: int, now_ms: int
+    ) -> Job:
+        """A result file is whole under this name: verified, and durable before this is."""
+        with self.transaction():
+            file = {"path": path, "sha256": sha256, "bytes": size}
+            self._execute(SQL_SET_FILE, job=job.id, position=position, **file)
+            return self._change(job, "downloaded", now_ms, os.path.basename(path), trouble=None)
+
+    def record_lost(self, job: Job, position: int, path: str, now_ms: int) -> Job:
+        """A file that was downloaded is not there any more, or was changed."""
+        with self.transaction():
+            gone = {"path": None, "sha256": None, "bytes": None}
+            self._execute(SQL_SET_FILE, job=job.id, position=position, **gone)
+            return self._change(job, "lost", now_ms, os.path.basename(path))
+
+    def record_undownloaded(self, job: Job, why: str, now_ms: int) -> Job:
+        """A result file could not be had in this run; the row is as final as before."""
+        return self._change(job, "undownloaded", now_ms, why, trouble=quiet(why))
 
     def record_poll_error(self, job: Job, trouble: str, now_ms: int, next_poll_at: int) -> Job:
         """A read brought nothing usable; the job itself is what it was."""
@@ -3259,12 +3452,7 @@ def _publish(new: Path, path: Path) -> None:
         if path.exists():
             raise FileExistsError(path) from None
         os.rename(new, path)
-    if os.name == "posix":
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    sync_folder(path.parent)
 
 
 class RunLock:
@@ -3278,12 +3466,12 @@ class RunLock:
         """Take the lock. Raises LockedError at once when a live run holds it."""
         while True:
             try:
-                self._fd = os.open(self.path, _LOCK_FLAGS, 0o600)
+                self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | NO_FOLLOW, 0o600)
             except OSError as exc:
                 raise LedgerError(
                     f"{self.ledger}: cannot be used: {exc.strerror} ({self.path})"
                 ) from exc
-            if not _try_lock(self._fd):
+            if not try_lock(self._fd):
                 holder = self._holder()
                 os.close(self._fd)
                 raise LockedError(
@@ -3317,29 +3505,6 @@ class RunLock:
         os.lseek(self._fd, 0, os.SEEK_SET)
         name = inert(os.read(self._fd, 200).decode(errors="replace"), 100)
         return f" ({name})" if name else ""
-
-
-# A link in the lock's place is not followed: its target would be truncated.
-_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-# Windows locks bytes, not files: one past the holder's name, so that it can be read.
-_LOCKED_BYTE = 1 << 20
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        if sys.platform == "win32":
-            import msvcrt
-
-            os.lseek(fd, _LOCKED_BYTE, os.SEEK_SET)
-            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
-            os.lseek(fd, 0, os.SEEK_SET)
-        else:
-            import fcntl
-
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 # --- api ---------------------------------------------------------------------
@@ -3381,7 +3546,7 @@ def account_from(environ: Mapping[str, str]) -> Account:
     text = environ.get("SUME_API_BASE_URL", "").strip() or DEFAULT_BASE_URL
     try:
         parts = urlsplit(text)
-        host, port = parts.hostname or "", parts.port
+        host, _ = parts.hostname or "", parts.port
     except ValueError:
         raise UsageError("SUME_API_BASE_URL is not a URL") from None
     if parts.scheme not in ("https", "http") or not host or parts.query or parts.fragment:
@@ -3390,9 +3555,7 @@ def account_from(environ: Mapping[str, str]) -> Account:
         raise UsageError("SUME_API_BASE_URL must not hold a user or a password")
     if parts.scheme == "http" and not is_loopback(host):
         raise UsageError("SUME_API_BASE_URL: http:// would send the key in clear; use https://")
-    shown = f"[{host}]" if ":" in host else host
-    standard = port in (None, 443 if parts.scheme == "https" else 80)
-    origin = f"{parts.scheme}://{shown}" + ("" if standard else f":{port}")
+    origin = origin_of(text)
     path = parts.path.rstrip("/")
     return Account(origin + (path if path.endswith("/v1") else path + "/v1"), origin, key, mode)
 
@@ -3407,8 +3570,101 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def origin_of(url: str) -> str:
+    """Return scheme, host and port of a URL, the port only where it is not the usual one.
+
+    Raises ValueError where there are none.
+    """
+    from urllib.parse import urlsplit
+
+    parts = urlsplit(url)
+    host = parts.hostname
+    if not host:
+        raise ValueError("no host")
+    standard = parts.port in (None, 443 if parts.scheme == "https" else 80)
+    shown = f"[{host}]" if ":" in host else host
+    return f"{parts.scheme}://{shown}" + ("" if standard else f":{parts.port}")
+
+
 class _Held(Exception):
     """The request was held back before its first byte left."""
+
+
+class LinkRefused(Exception):
+    """A link to a result file that is not followed. The text holds no query."""
+
+
+# Spaces, control characters, half characters, and what some programs take for a slash.
+_NO_LINK_TEXT = r"[\x00-\x20\x7f\ud800-\udfff\\]"
+
+
+class Link(NamedTuple):
+    """A link that may be followed."""
+
+    origin: str
+    host: str
+    # Path and query, byte for byte: a signature can be over how they are spelled.
+    target: bytes
+    # Of the API itself, where the key may go.
+    own: bool
+    loopback: bool
+
+
+def judge(text: str, base_url: str) -> Link:
+    """Say where a link of a job leads, if that is where a result file may come from.
+
+    https alone; http, and this machine at all, only where the API is on this machine itself.
+    Raises LinkRefused.
+    """
+    from urllib.parse import quote, urljoin, urlsplit
+
+    if re.search(_NO_LINK_TEXT, text):
+        raise LinkRefused("the link holds a character that no link has")
+    own_origin = origin_of(base_url)
+    whole = text if re.match(r"(?i)[a-z][a-z0-9+.-]*:", text) else urljoin(base_url + "/", text)
+    try:
+        parts = urlsplit(whole)
+        origin, host = origin_of(whole), parts.hostname or ""
+    except ValueError:
+        raise LinkRefused("the link is no URL") from None
+    if parts.username is not None or parts.password is not None:
+        raise LinkRefused("the link holds a user or a password")
+    if not re.fullmatch(r"[a-z0-9._-]+|[0-9a-f:.]+", host):
+        raise LinkRefused(f"the link's host '{quiet(host, 60)}' is no plain host name")
+    loopback, own = is_loopback(host), origin == own_origin
+    if loopback and not is_loopback(urlsplit(base_url).hostname or ""):
+        raise LinkRefused(f"the link leads to this machine ({origin})")
+    if parts.scheme != "https" and not (parts.scheme == "http" and loopback):
+        raise LinkRefused(f"the link is not https ({quiet(parts.scheme, 20)}://{host})")
+    if not own and not loopback and is_inside(host):
+        raise LinkRefused(f"the link leads into a private network ({origin})")
+    target = whole[whole.index("//") + 2 + len(parts.netloc) :].partition("#")[0]
+    target = target if target.startswith("/") else f"/{target}"
+    return Link(origin, host, quote(target, safe=_VISIBLE).encode(), own, loopback)
+
+
+# All that a request line can hold; anything else is not ASCII, and is spelled in percents.
+_VISIBLE = "".join(map(chr, range(0x21, 0x7F)))
+
+
+def is_inside(address: str) -> bool:
+    """Say whether an address is not one of the public internet; a name is no address."""
+    import ipaddress
+
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    ip = getattr(ip, "ipv4_mapped", None) or ip
+    return not ip.is_global or ip.is_multicast
+
+
+class FileReply(NamedTuple):
+    """The answer to a request for a file; its body comes in chunks, decoded."""
+
+    code: int
+    headers: Mapping[str, str]
+    chunks: Iterator[bytes]
 
 
 class Sume:
@@ -3441,6 +3697,9 @@ class Sume:
             limits = httpx.Limits(max_keepalive_connections=kept)
             return httpx.Client(headers=auth | agent, verify=tls, trust_env=trust, limits=limits)
 
+        # Clients without the key, made when a link needs them: by whether they go directly.
+        self._tls = tls
+        self._visitors: dict[bool, httpx.Client] = {}
         try:
             self._reader = client(kept=1)
             # Each submit has a connection of its own: what a server says twice on one
@@ -3450,8 +3709,8 @@ class Sume:
             raise _bad_connection(exc) from exc
 
     def close(self) -> None:
-        self._reader.close()
-        self._submitter.close()
+        for client in (self._reader, self._submitter, *self._visitors.values()):
+            client.close()
 
     def _hide(self, text: str) -> str:
         """Take the key out of a text: a server may echo it, in JSON's spelling or a URL's."""
@@ -3518,6 +3777,54 @@ class Sume:
             content=b"{}",
         )
 
+    def judge(self, link: str) -> Link:
+        """Say where a link leads. Raises LinkRefused where it must not be followed."""
+        return judge(link, self._account.base_url)
+
+    @contextlib.contextmanager
+    def stream(self, link: Link, keyed: bool, more: Mapping[str, str]) -> Iterator[FileReply]:
+        """GET a file, without following a redirect; with `keyed` the key goes along.
+
+        Raises LinkRefused when the name leads into a private network, and whatever the
+        network does; `trouble_of` makes words of it.
+        """
+        import httpx
+
+        assert link.own or not keyed
+        client = self._reader if keyed else self._visitor(link.loopback)
+        client.cookies.clear()
+        timeout = httpx.Timeout(DOWNLOAD_STALL_S, connect=CONNECT_TIMEOUT_S)
+        headers = {"Accept": "*/*", "Accept-Encoding": "identity", **more}
+        parts = {"target": link.target, "trace": _Doorman(link)}
+        with client.stream(
+            "GET", f"{link.origin}/", headers=headers, timeout=timeout, extensions=parts
+        ) as response:
+            lower = {name.lower(): value for name, value in response.headers.items()}
+            yield FileReply(response.status_code, lower, response.iter_bytes())
+
+    def _visitor(self, loopback: bool) -> Any:
+        """Return a client that knows no key; loopback is reached without a proxy."""
+        import httpx
+
+        if loopback not in self._visitors:
+            agent = {"User-Agent": f"sume-resume/{__version__}"}
+            # An API on this machine may speak http, and the link https.
+            try:
+                tls = self._tls or httpx.create_ssl_context()
+                made = httpx.Client(headers=agent, verify=tls, trust_env=not loopback)
+            except (ValueError, ImportError, OSError, httpx.InvalidURL) as exc:
+                raise LinkRefused(str(_bad_connection(exc))) from exc
+            self._visitors[loopback] = made
+        return self._visitors[loopback]
+
+    def trouble_of(self, exc: Exception, link: Link) -> Failure:
+        """Say what went wrong with a file, without the key and without the link's query."""
+        failure = classify(exc)
+        query = link.target.decode().partition("?")[2]
+        text = self._hide(failure.text)
+        text = text.replace(query, "…") if query else text
+        return Failure(failure.miss, quiet(f"{text} ({link.origin})"))
+
     def _request(
         self, client: Any, method: str, path: str, deadline_s: float, **parts: Any
     ) -> Reply | Failure:
@@ -3544,6 +3851,30 @@ class Sume:
         except Exception as exc:
             failure = classify(exc)
             return Failure(failure.miss, quiet(f"{self._hide(failure.text)} ({self._host})"))
+
+
+class _Doorman:
+    """Judges the address that a name led to, before the first byte is sent there.
+
+    A name server can answer with another address each time, so what was connected to
+    counts. Through a proxy it is the proxy that looks names up.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link, self._host = link, ""
+
+    def __call__(self, event: str, info: Mapping[str, Any]) -> None:
+        if event == "connection.connect_tcp.started":
+            self._host = info["host"]
+        if event != "connection.connect_tcp.complete" or self._link.own or self._link.loopback:
+            return
+        if self._host != self._link.host:
+            return
+        stream = info["return_value"]
+        address = str(stream.get_extra_info("server_addr")[0])
+        if is_inside(address):
+            stream.close()
+            raise LinkRefused(f"the link leads into a private network ({self._host}, {address})")
 
 
 def classify(exc: Exception) -> Failure:
@@ -3601,6 +3932,489 @@ def _bad_connection(exc: Exception) -> UsageError:
     )
 
 
+# --- download ----------------------------------------------------------------
+# One result file: its part, its proof, its name. Knows no ledger.
+
+
+def file_stem(row: str, key: str, position: int) -> str:
+    """Return the name of a result file without its ending.
+
+    It is safe on every file system, and distinct where row ids differ in case or in Unicode
+    form only: ASCII of the row id, then a hash of the attempt's key. No server names a file.
+    """
+    import unicodedata
+
+    plain = unicodedata.normalize("NFKD", row).encode("ascii", "ignore").decode()
+    slug = re.sub("[^A-Za-z0-9_]+", "-", plain).strip("-")[:MAX_STEM_CHARS].rstrip("-")
+    hashed = hashlib.sha256(canonical([row, key]).encode()).hexdigest()[:12]
+    return f"{slug or 'row'}-{hashed}" + (f"-{position + 1}" if position else "")
+
+
+# What files of a kind begin with: the place, the bytes, the ending, and what their content
+# type may be called.
+_MAGIC: tuple[tuple[int, bytes, str, str], ...] = (
+    (4, b"ftypqt", "mov", "video"),
+    (4, b"ftypavi", "avif", "image"),
+    (4, b"ftyphei", "heic", "image"),
+    (4, b"ftypmif1", "heic", "image"),
+    (4, b"ftypM4A", "m4a", "audio"),
+    (4, b"ftyp", "mp4", "video audio"),
+    (4, b"moov", "mov", "video"),
+    (4, b"mdat", "mov", "video"),
+    (4, b"wide", "mov", "video"),
+    (0, b"\x1aE\xdf\xa3", "webm", "video audio"),
+    (0, b"\x89PNG\r\n\x1a\n", "png", "image"),
+    (0, b"\xff\xd8\xff", "jpg", "image"),
+    (8, b"WEBP", "webp", "image"),
+    (8, b"AVI ", "avi", "video"),
+    (8, b"WAVE", "wav", "audio"),
+    (0, b"GIF87a", "gif", "image video"),
+    (0, b"GIF89a", "gif", "image video"),
+    (0, b"\x00\x00\x00\x0cJXL ", "jxl", "image"),
+    (0, b"II*\x00", "tiff", "image"),
+    (0, b"MM\x00*", "tiff", "image"),
+    (0, b"ID3", "mp3", "audio"),
+    (0, b"\xff\xfb", "mp3", "audio"),
+    (0, b"\xff\xf3", "mp3", "audio"),
+    (0, b"fLaC", "flac", "audio"),
+    (0, b"OggS", "ogg", "audio video"),
+    (0, b"WEBVTT", "vtt", "text"),
+)
+_HEAD_BYTES = 16
+# Content types that say nothing of what a file is.
+_ANY_TYPE = ("", "application/octet-stream", "binary/octet-stream", "application/mp4")
+
+
+def ending_of(head: bytes, content_type: str) -> str | None:
+    """Return the ending for a file that begins so; None where it is not what it is called.
+
+    Bytes decide, since servers name types carelessly; but nothing that is called a web page,
+    or a video and is a picture, is taken for the clip.
+    """
+    called = content_type.partition(";")[0].strip().lower()
+    for place, magic, ending, kinds in _MAGIC:
+        if head[place : place + len(magic)] == magic:
+            fits = called in _ANY_TYPE or called.partition("/")[0] in kinds.split()
+            return ending if fits else None
+    if called == "image/svg+xml" and head.lstrip().startswith((b"<svg", b"<?xml")):
+        return "svg"
+    return None
+
+
+class Got(enum.Enum):
+    """What came of the wish to have a result file."""
+
+    # It is on the disk, whole and verified.
+    WHOLE = enum.auto()
+    # It is not there, and no link to it is known.
+    NO_LINK = enum.auto()
+    # The link is no good any more, or leads to something else; a fresh one may be better.
+    EXPIRED = enum.auto()
+    # It did not come whole, or not at all.
+    FAILED = enum.auto()
+    # No other try would end otherwise.
+    REFUSED = enum.auto()
+    # No file can be written there.
+    DISK = enum.auto()
+
+
+class Fetched(NamedTuple):
+    """What came of it, and of a whole file: where it is, and what it holds."""
+
+    got: Got
+    trouble: str = ""
+    path: str = ""
+    sha256: str = ""
+    size: int = 0
+    retry_after_s: float | None = None
+
+
+class Wanted(NamedTuple):
+    """A result file to have, and what is known of it."""
+
+    folder: Path
+    stem: str
+    known: Output
+    # With its query; None where it is not known, and only the disk is looked at.
+    link: str | None = None
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a download is; written by its worker, read by the scheduler."""
+
+    received: int = 0
+    total: int | None = None
+    # What a broken-off download can go on with: the object's strong ETag, and what is durable.
+    etag: str | None = None
+    durable: int = 0
+    given_up: bool = False
+
+
+class PartBusy(Exception):
+    """Another process is writing this part."""
+
+
+class Part:
+    """The .part of one file: opened without following a link, locked, hashed as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        """Open what a dead process left, or make a new one. Raises PartBusy and OSError."""
+        self._fd = -1
+        self._open(path)
+
+    def _open(self, path: Path) -> None:
+        self.path = path
+        while True:
+            self._remove_stranger()
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | NO_FOLLOW, 0o666)
+            if not try_lock(fd):
+                os.close(fd)
+                raise PartBusy
+            if _is_at(path, fd):
+                break
+            # It got its final name, or was removed, between open and lock.
+            os.close(fd)
+        self._fd = fd
+        self._forget(os.fstat(fd).st_size)
+
+    def _forget(self, size: int) -> None:
+        self.size, self.head, self._sha256 = size, b"", hashlib.sha256()
+
+    def _remove_stranger(self) -> None:
+        """Take away what is no file of ours: writing to a link would change its target."""
+        with contextlib.suppress(FileNotFoundError):
+            there = os.lstat(self.path)
+            if not stat.S_ISREG(there.st_mode) or there.st_nlink != 1:
+                os.unlink(self.path)
+
+    def __enter__(self) -> Part:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    @property
+    def sha256(self) -> str:
+        return self._sha256.hexdigest()
+
+    def keep(self, size: int) -> None:
+        """Go on after so many bytes, which are hashed anew; 0 starts over."""
+        os.ftruncate(self._fd, size)
+        os.lseek(self._fd, 0, os.SEEK_SET)
+        self._forget(0)
+        while self.size < size and (block := os.read(self._fd, _BLOCK_BYTES)):
+            self._took(block)
+
+    def restart(self, path: Path) -> None:
+        """Begin with another object: its part has another name, so that two never mix."""
+        if path != self.path:
+            self.drop()
+            self._close()
+            self._open(path)
+        self.keep(0)
+
+    def write(self, chunk: bytes) -> None:
+        left = memoryview(chunk)
+        while left:
+            left = left[os.write(self._fd, left) :]
+        self._took(chunk)
+
+    def _took(self, chunk: bytes) -> None:
+        if len(self.head) < _HEAD_BYTES:
+            self.head += chunk[: _HEAD_BYTES - len(self.head)]
+        self._sha256.update(chunk)
+        self.size += len(chunk)
+
+    def peek(self, count: int, at: int) -> bytes:
+        """Return bytes from within; nothing is written after it."""
+        os.lseek(self._fd, max(at, 0), os.SEEK_SET)
+        return os.read(self._fd, count)
+
+    def sync(self) -> None:
+        """Make durable what was written so far."""
+        os.fsync(self._fd)
+
+    def publish(self, path: Path) -> None:
+        """Give a whole file its name, in place of whatever has it; durable once this returns.
+
+        A link that has the name is replaced itself; its target is not touched.
+        """
+        self.sync()
+        if os.name == "nt":
+            # Windows renames no file that is open.
+            self._close()
+        os.replace(self.path, path)
+        sync_folder(path.parent)
+
+    def drop(self) -> None:
+        """Leave nothing behind."""
+        if os.name == "nt":
+            self._close()
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+
+
+_BLOCK_BYTES = 1024 * 1024
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    """Say whether an open file still has this name, and no other."""
+    here = os.fstat(fd)
+    try:
+        return os.path.samestat(here, os.lstat(path)) and here.st_nlink == 1
+    except FileNotFoundError:
+        return False
+
+
+def part_path(folder: Path, stem: str, etag: str | None) -> Path:
+    """Return the name of a part; objects that can be told apart have parts of their own."""
+    tag = f".{hashlib.sha256(etag.encode()).hexdigest()[:8]}" if etag else ""
+    return folder / f"{stem}{tag}.part"
+
+
+def fetch(api: Sume, wanted: Wanted, progress: Progress, clock: Clock) -> Fetched:
+    """Have a result file on the disk: verify what is there, else download it by its link.
+
+    After WHOLE is returned the file is durable under its name; after anything else that
+    name holds what it held before. Raises nothing that a link or a disk can bring about.
+    """
+    if there := verified(wanted):
+        return there
+    if wanted.link is None:
+        return Fetched(Got.NO_LINK)
+    known = wanted.known
+    try:
+        with Part(part_path(wanted.folder, wanted.stem, known.etag)) as part:
+            part.keep(min(part.size, known.part_bytes or 0) if known.etag else 0)
+            progress.received = progress.durable = part.size
+            progress.etag = known.etag if part.size else None
+            try:
+                done = _download(api, wanted, part, progress, clock)
+            except OSError:
+                progress.durable = 0
+                part.drop()
+                raise
+            if done.got is not Got.WHOLE and not progress.durable:
+                part.drop()
+            return done
+    except PartBusy:
+        return Fetched(Got.FAILED, f"another process is downloading to {wanted.stem}.part")
+    except OSError as exc:
+        why = f"{wanted.folder / wanted.stem}: {exc.strerror}"
+        return Fetched(Got.DISK if exc.errno in _DISK_TROUBLE else Got.REFUSED, why)
+
+
+# What would stop every other file too.
+_DISK_TROUBLE = {errno.ENOSPC, errno.EROFS, errno.ENOENT, getattr(errno, "EDQUOT", errno.ENOSPC)}
+
+
+def verified(wanted: Wanted) -> Fetched | None:
+    """Return a file that was downloaded before, if its bytes are still the same."""
+    known = wanted.known
+    name = os.path.basename(known.path or "")
+    if known.sha256 is None or not name.startswith(f"{wanted.stem}."):
+        return None
+    path = wanted.folder / name
+    try:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            return None
+        fd = os.open(path, os.O_RDONLY | NO_FOLLOW)
+        try:
+            hashed = hashlib.sha256()
+            if os.fstat(fd).st_size != known.bytes:
+                return None
+            while block := os.read(fd, _BLOCK_BYTES):
+                hashed.update(block)
+        finally:
+            os.close(fd)
+    except OSError:
+        return None
+    if hashed.hexdigest() != known.sha256:
+        return None
+    return Fetched(Got.WHOLE, "", str(path), known.sha256, known.bytes)
+
+
+def _download(api: Sume, wanted: Wanted, part: Part, progress: Progress, clock: Clock) -> Fetched:
+    """Follow a link, hop by hop, and take what it leads to."""
+    link, keyed = wanted.link or "", True
+    more: dict[str, str] = {}
+    if part.size:
+        # The answer is a part only if the object is still the one that this ETag names.
+        more = {"Range": f"bytes={part.size}-", "If-Range": wanted.known.etag or ""}
+    for _ in range(MAX_REDIRECTS + 1):
+        try:
+            goal = api.judge(link)
+            # Whoever redirects from elsewhere must not choose what is asked with our key.
+            keyed = keyed and goal.own
+            with api.stream(goal, keyed, more) as reply:
+                if reply.code not in (301, 302, 303, 307, 308):
+                    return _take(reply, wanted, part, progress, clock)
+                link = _next_hop(goal, reply.headers.get("location", ""))
+        except LinkRefused as exc:
+            return Fetched(Got.REFUSED, quiet(exc))
+        except OSError:
+            raise
+        except Exception as exc:
+            return Fetched(Got.FAILED, api.trouble_of(exc, goal).text)
+    return Fetched(Got.REFUSED, f"the link was redirected over {MAX_REDIRECTS} times")
+
+
+def _next_hop(goal: Link, location: str) -> str:
+    """Return where a redirect leads. An absolute link stays as it is written."""
+    from urllib.parse import urljoin
+
+    if not location:
+        raise LinkRefused("a redirect leads nowhere")
+    if re.match(r"(?i)https?://", location):
+        return location
+    return urljoin(goal.origin + goal.target.decode(), location)
+
+
+def _take(
+    reply: FileReply, wanted: Wanted, part: Part, progress: Progress, clock: Clock
+) -> Fetched:
+    """Judge an answer, stream its body into the part, and publish it if it is whole."""
+    headers = reply.headers
+    etag, called = headers.get("etag", ""), headers.get("content-type", "")
+    # Unpacked bytes cannot be counted against what the answer says.
+    packed = headers.get("content-encoding", "identity").strip().lower() != "identity"
+    total: int | None = None
+    match reply.code:
+        case 401 | 403 | 404 | 410:
+            return Fetched(Got.EXPIRED, f"the link answers HTTP {reply.code}")
+        case 200:
+            if re.fullmatch(_DIGITS_LONG, headers.get("content-length", "")) and not packed:
+                total = int(headers["content-length"])
+            strong = re.fullmatch(_STRONG_ETAG, etag) and not packed
+            progress.etag, progress.durable = etag if strong else None, 0
+            part.restart(part_path(wanted.folder, wanted.stem, progress.etag))
+        case 206 if etag == progress.etag and (span := _span(headers))[0] == part.size:
+            total = span[1]
+        case 206 | 416:
+            progress.durable = 0
+            return Fetched(Got.FAILED, "the rest of it could not be had; it is begun anew")
+        case code:
+            return Fetched(Got.FAILED, f"HTTP {code}", retry_after_s=retry_after_s(headers))
+    if total is not None and total > MAX_FILE_BYTES:
+        return Fetched(Got.REFUSED, f"it has {total} bytes, more than any clip")
+    progress.total = total
+    trouble = _pour(reply, part, progress, clock)
+    ending = ending_of(part.head, called)
+    if ending is None and (part.size >= _HEAD_BYTES or not trouble):
+        progress.durable = 0
+        return Fetched(Got.EXPIRED, f"what came is no clip and no image ({_called(called)})")
+    if not trouble and total not in (None, part.size):
+        trouble = f"{part.size} bytes came, of {total}"
+    chunked = "chunked" in headers.get("transfer-encoding", "").lower()
+    if not trouble and total is None and not chunked and not ends_whole(part, ending or ""):
+        trouble = "it may be cut short: neither the answer nor the file tells its length"
+    if trouble:
+        return Fetched(Got.FAILED, trouble)
+    path = wanted.folder / f"{wanted.stem}.{ending}"
+    part.publish(path)
+    return Fetched(Got.WHOLE, "", str(path), part.sha256, part.size)
+
+
+_DIGITS_LONG = r"[0-9]{1,18}"
+# A weak one (W/) only says that two objects mean the same.
+_STRONG_ETAG = r'"[\x21\x23-\x7e]{1,200}"'
+
+
+def _called(content_type: str) -> str:
+    return f"it is called {inert(content_type, 60)}" if content_type else "it has no type"
+
+
+def _span(headers: Mapping[str, str]) -> tuple[int, int | None]:
+    """Return where a partial answer begins, and how long the whole object is."""
+    found = re.fullmatch(
+        rf"bytes ({_DIGITS_LONG})-{_DIGITS_LONG}/({_DIGITS_LONG})",
+        headers.get("content-range", "").strip(),
+    )
+    return (int(found[1]), int(found[2])) if found else (-1, None)
+
+
+def _pour(reply: FileReply, part: Part, progress: Progress, clock: Clock) -> str:
+    """Write a body into the part; return why it is not whole, or nothing.
+
+    What came of an object that can be gone on with is durable when this ends.
+    """
+    called = reply.headers.get("content-type", "")
+    begun_s = since_s = clock.awake_s()
+    before = part.size
+    try:
+        for chunk in reply.chunks:
+            part.write(chunk)
+            progress.received = part.size
+            if len(part.head) >= _HEAD_BYTES and ending_of(part.head, called) is None:
+                return "not what was asked for"
+            if part.size > MAX_FILE_BYTES:
+                return f"it has over {MAX_FILE_BYTES} bytes, more than any clip"
+            if progress.etag and part.size - progress.durable >= PART_SYNC_BYTES:
+                _secure(part, progress)
+            now_s = clock.awake_s()
+            if progress.given_up or now_s - begun_s > DOWNLOAD_DEADLINE_S:
+                _secure(part, progress)
+                return f"not whole after {DOWNLOAD_DEADLINE_S:.0f} s"
+            if now_s - since_s > DOWNLOAD_STALL_S:
+                if part.size - before < DOWNLOAD_LEAST_BYTES:
+                    _secure(part, progress)
+                    return f"{part.size - before} bytes in {DOWNLOAD_STALL_S:.0f} s"
+                since_s, before = now_s, part.size
+    except OSError:
+        raise
+    except Exception:
+        _secure(part, progress)
+        raise
+    return ""
+
+
+def _secure(part: Part, progress: Progress) -> None:
+    """Make durable what can be gone on with."""
+    if progress.etag:
+        part.sync()
+        progress.durable = part.size
+
+
+_PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
+
+
+def ends_whole(part: Part, ending: str) -> bool:
+    """Say whether a file tells by itself that it is whole, where no answer did."""
+    size = part.size
+    match ending:
+        case "png":
+            return part.peek(12, size - 12) == _PNG_END
+        case "jpg":
+            return part.peek(2, size - 2) == b"\xff\xd9"
+        case "gif":
+            return part.peek(1, size - 1) == b";"
+        case "webp" | "avi" | "wav":
+            return 8 + int.from_bytes(part.peek(4, 4), "little") in (size, size - 1)
+        case "mp4" | "mov" | "m4a" | "avif" | "heic":
+            return _boxes_end(part) == size
+    return False
+
+
+def _boxes_end(part: Part) -> int:
+    """Return where the last box of an MP4 or its kin ends; -1 where one does not say it."""
+    at = 0
+    while at < part.size:
+        head = part.peek(16, at)
+        length = int.from_bytes(head[:4], "big")
+        if length == 1:
+            length = int.from_bytes(head[8:16], "big")
+        if length < 8:
+            return -1
+        at += length
+    return at
+
+
 # --- engine ------------------------------------------------------------------
 # One scheduler thread owns ledger, clock and pacing; workers only carry requests.
 
@@ -3620,6 +4434,8 @@ class Settings(NamedTuple):
     # Send nothing that could bring the costs and estimates of all attempts over this.
     max_cost_micros: int | None = None
     prices: Prices | None = None
+    # The folder that gets the result files, if they are wanted.
+    download: Path | None = None
 
 
 class Errand(enum.Enum):
@@ -3628,6 +4444,18 @@ class Errand(enum.Enum):
     SUBMIT = enum.auto()
     READ = enum.auto()
     RESULT = enum.auto()
+    # A job that has ended, or its result, read for fresh links to its files.
+    RELINK = enum.auto()
+    RELINK_RESULT = enum.auto()
+    # A result file.
+    FETCH = enum.auto()
+
+    @property
+    def limit_s(self) -> float:
+        """Return how long a request for this may take, in seconds."""
+        if self is Errand.SUBMIT:
+            return POST_DEADLINE_S
+        return DOWNLOAD_DEADLINE_S if self is Errand.FETCH else READ_DEADLINE_S
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -3645,32 +4473,37 @@ class Call:
     least_ahead_ms: int = 0
     # Given up by the scheduler: its worker ends after it.
     overrun: bool = False
+    # Of a FETCH: the file that is wanted, and how far it is.
+    wanted: Wanted | None = None
+    progress: Progress = field(default_factory=Progress)
+    delivery: Delivery | None = None
 
     @property
     def overdue_s(self) -> float:
-        submit = self.errand is Errand.SUBMIT
-        limit = POST_DEADLINE_S if submit else READ_DEADLINE_S
-        return self.sent_s + limit + OVERRUN_GRACE_S
+        return self.sent_s + self.errand.limit_s + OVERRUN_GRACE_S
 
 
 class Answer(NamedTuple):
     call: Call
-    meaning: Outcome | Reading
+    meaning: Outcome | Reading | Fetched
 
 
 def perform(api: Sume, call: Call, clock: Clock) -> Answer:
     """Carry out a call and say what its answer means. Raises nothing: in doubt, unknown."""
     job, asked = call.job, call.job.job_id or ""
     try:
-        meaning: Outcome | Reading
+        meaning: Outcome | Reading | Fetched
         match call.errand:
             case Errand.SUBMIT:
                 held = lambda: is_stale(call, clock)  # noqa: E731  it closes over the call
                 meaning = outcome_of(api.submit(job.kind, job.key, job.body, held))
-            case Errand.READ:
+            case Errand.READ | Errand.RELINK:
                 meaning = reading_of(api.read(job.kind, asked), asked)
-            case Errand.RESULT:
+            case Errand.RESULT | Errand.RELINK_RESULT:
                 meaning = reading_of(api.result(asked), asked, of_result=True)
+            case Errand.FETCH:
+                assert call.wanted is not None
+                meaning = fetch(api, call.wanted, call.progress, clock)
             case _:
                 assert_never(call.errand)
         return Answer(call, meaning)
@@ -3683,6 +4516,8 @@ def perform(api: Sume, call: Call, clock: Clock) -> Answer:
 def no_answer(call: Call, text: str, miss: Miss = Miss.UNKNOWN, doubtful: bool = False) -> Answer:
     """Return what stands for the answer to a call that brought none that can be read."""
     failure = Failure(miss, text)
+    if call.errand is Errand.FETCH:
+        return Answer(call, Fetched(Got.FAILED, text))
     if call.errand is not Errand.SUBMIT:
         return Answer(call, reading_of(failure, ""))
     return Answer(call, outcome_of(failure)._replace(doubtful=doubtful))
@@ -3749,7 +4584,7 @@ class Workers:
 
     def abandon(self, call: Call) -> None:
         """Give a call up: its worker ends after it, and another one is hired when needed."""
-        call.overrun = True
+        call.overrun = call.progress.given_up = True
         self._busy.discard(call)
         self._live -= 1
 
@@ -4004,6 +4839,156 @@ class Ending(NamedTuple):
     capped: Capped | None = None
     # Submits that Sume answered with a job it had already, by the key.
     hits: int = 0
+    # Why it ended before every file was looked after; and the rows that lack one, and why.
+    downloads_cut: str = ""
+    undownloaded: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(slots=True)
+class Delivery:
+    """What this run knows of the files of one row that has ended."""
+
+    job: Job
+    outputs: list[Output]
+    # With their queries; empty while they are not known.
+    links: tuple[str, ...]
+    # The file that is looked after now.
+    position: int = 0
+    tries: int = 0
+    # How much of it was durable after the last try: a try that brought more is no failure.
+    durable: int = 0
+    # What is asked for links next; empty where the links are not in question.
+    routes: list[Errand] = field(default_factory=list)
+    # The links are those of the ledger, since Sume names none any more.
+    stored: bool = False
+    not_before_s: float = 0.0
+    trouble: str = ""
+
+
+class Deliveries:
+    """Sees to it that every row that has ended has its files: one file a row at a time.
+
+    A row that ends in this run comes with its links; the others come from the ledger, and
+    their links are asked for when a file of theirs is not on the disk.
+    """
+
+    def __init__(
+        self, ledger: Ledger, folder: Path, wants: Callable[[Job], bool], rng: random.Random
+    ) -> None:
+        self._ledger, self._folder, self._wants, self._rng = ledger, folder, wants, rng
+        self._ended: deque[int] = deque()
+        self._links: dict[int, tuple[str, ...]] = {}
+        # Rows that ended in this run, which the ledger would bring once more.
+        self._mine: set[int] = set()
+        self._after = 0
+        # What waits for its time, the earliest first.
+        self._waiting: list[tuple[float, int, Delivery]] = []
+        self._flying = 0
+        self._all_begun = False
+        # Why nothing can be written any more.
+        self.halted = ""
+        # Rows without all their files, and why.
+        self.failed: dict[str, str] = {}
+
+    def ended(self, job: Job, links: tuple[str, ...]) -> None:
+        """A row has ended, and its job names these links."""
+        if not self._wants(job) or job.id in self._mine:
+            return
+        self._mine.add(job.id)
+        self._ended.append(job.id)
+        if len(self._links) < LINKS_KEPT:
+            self._links[job.id] = links
+
+    def is_left(self) -> bool:
+        """Say whether any file is still to be looked after."""
+        if self.halted:
+            return self._flying > 0
+        if not (self._flying or self._waiting or self._ended or self._all_begun):
+            following = self._next_ended()
+            if following is not None:
+                self._waiting.append((0.0, following.job.id, following))
+        return bool(self._flying or self._waiting or self._ended)
+
+    def cut(self) -> str:
+        """Say why files were not looked after, though nothing is wrong with them; or nothing."""
+        return self.halted or ("the run was stopped" if self.is_left() else "")
+
+    def due_s(self) -> float | None:
+        """Return when the next file can be gone on with; None where none waits."""
+        if self.halted:
+            return None
+        return self._waiting[0][0] if self._waiting else 0.0 if not self._all_begun else None
+
+    def take(self, now_s: float) -> Delivery | None:
+        """Return the next row whose files can be seen to; `back` or `done` follows."""
+        if self.halted:
+            return None
+        delivery = None
+        if self._waiting and self._waiting[0][0] <= now_s:
+            delivery = heapq.heappop(self._waiting)[2]
+        elif len(self._waiting) < LINKS_KEPT:
+            delivery = self._next_ended()
+        self._flying += delivery is not None
+        return delivery
+
+    def back(self, delivery: Delivery) -> None:
+        """More is to be done for it, at its time."""
+        self._flying -= 1
+        heapq.heappush(self._waiting, (delivery.not_before_s, delivery.job.id, delivery))
+
+    def done(self, delivery: Delivery) -> None:
+        self._flying -= 1
+        if delivery.trouble:
+            self.failed[delivery.job.row] = delivery.trouble
+
+    def halt(self, why: str) -> None:
+        """Nothing can be written: no file is tried any more in this run."""
+        self.halted = why
+
+    def wanted(self, delivery: Delivery) -> Wanted:
+        """Return what a worker needs to have the next file of a row."""
+        job, position = delivery.job, delivery.position
+        stem = file_stem(job.row, job.key, position)
+        link = link_for(delivery.links, delivery.outputs, position)
+        return Wanted(self._folder, stem, delivery.outputs[position], link)
+
+    def _next_ended(self) -> Delivery | None:
+        while True:
+            if self._ended:
+                job = self._ledger.job(self._ended.popleft())
+                links = self._links.pop(job.id, ())
+                fresh = True
+            elif (job_ := self._next_of_ledger()) is not None:
+                job, links, fresh = job_, (), False
+            else:
+                return None
+            outputs = self._ledger.outputs(job)
+            if outputs:
+                return Delivery(job, outputs, links)
+            if job.status is not Status.COMPLETED:
+                continue
+            if not fresh:
+                # It may name a file by now.
+                return Delivery(job, [], (), routes=_routes(job))
+            self.failed[job.row] = job.note or NO_FILE
+
+    def _next_of_ledger(self) -> Job | None:
+        while batch := self._ledger.ended(self._after, 100):
+            for job in batch:
+                self._after = job.id
+                if job.id not in self._mine and self._wants(job):
+                    return job
+        self._all_begun = True
+        return None
+
+
+NO_FILE = "Sume named no result file"
+
+
+def _routes(job: Job) -> list[Errand]:
+    """Return what is asked for links: first what names them most surely, as for a new job."""
+    routes = [Errand.RELINK, Errand.RELINK_RESULT]
+    return routes if job.kind == "video" else routes[::-1]
 
 
 class Engine:
@@ -4050,6 +5035,9 @@ class Engine:
         self._version = 0
         # Attempts that count against a cap with nobody knowing how much.
         self._unpriced: list[Job] = []
+        self._deliveries: Deliveries | None = None
+        if settings.download is not None:
+            self._deliveries = Deliveries(ledger, settings.download, self._in_scope, rng)
 
     # -- life of a run --
 
@@ -4080,8 +5068,11 @@ class Engine:
         settings = self._settings
         given = {"--limit": settings.limit, "--job-deadline": settings.job_deadline_s}
         limits = [flag for flag, value in given.items() if value is not None]
-        passed = self._deadline_passed()
-        return Ending(self._signal, halt, passed, limits, self._capped(), self._hits)
+        end = Ending(self._signal, halt, self._deadline_passed(), limits)
+        if self._deliveries is not None:
+            cut, failed = self._deliveries.cut(), self._deliveries.failed
+            end = end._replace(downloads_cut=cut, undownloaded=failed)
+        return end._replace(capped=self._capped(), hits=self._hits)
 
     def _capped(self) -> Capped | None:
         """Return what the cap keeps from being sent, if it is what ended the sending."""
@@ -4163,6 +5154,7 @@ class Engine:
             self._planned_s = now_s
             for answer in [*answers, *self._overruns(now_s)]:
                 self._record(answer, now_s, now_ms)
+            self._record_parts()
             calls = self._claim(now_s, now_ms)
         answers.clear()
         self._holding = False
@@ -4196,13 +5188,14 @@ class Engine:
         submits = list(self._claim_submits(now_s, now_ms))
         free = self._workers.free() - len(submits)
         reads = list(self._claim_reads(now_s, now_ms, free))
+        fetches = list(self._claim_fetches(now_s, free - len(reads)))
         if submits:
             self._ledger.record_pace("writes", now_ms)
-        if reads:
+        if reads or any(call.errand is not Errand.FETCH for call in fetches):
             self._ledger.record_pace("reads", now_ms)
         for name, at_ms in self._pacing.facts(now_s, now_ms):
             self._ledger.record_pace(name, at_ms)
-        return submits + reads
+        return submits + reads + fetches
 
     def _hand_out(self, calls: list[Call], now_ms: int) -> None:
         """Give the claimed calls to the workers; after a signal, give them back instead."""
@@ -4221,12 +5214,12 @@ class Engine:
     def _claim_submits(self, now_s: float, now_ms: int) -> Iterator[Call]:
         """Claim what is sent now: unknown outcomes first, then new rows, in order."""
         # One worker is left for reads, so that held submits never stop the polling.
-        free = self._workers.free() - (self._settings.concurrency > 1)
+        free = self._workers.free() - (self._own_workers() > 1)
         submits = self._submits_flying()
         while (
             free > 0
             and self._halt is None
-            and self._pacing.may_submit(now_s, submits, len(self._flying))
+            and self._pacing.may_submit(now_s, submits, submits + self._reads_flying())
         ):
             job = self._next_replay(now_s, now_ms) or self._next_queued(submits, now_s)
             if job is None:
@@ -4311,17 +5304,17 @@ class Engine:
 
     def _claim_reads(self, now_s: float, now_ms: int, free: int) -> Iterator[Call]:
         """Claim the reads whose time has come, evenly spaced, longest due first."""
-        reading = len(self._flying) - self._submits_flying()
+        reading, submits = self._reads_flying(), self._submits_flying()
         # One worker is left for submits, as one is for reads.
-        free = min(free, max(1, self._settings.concurrency - 1) - reading)
-        if free <= 0 or not self._pacing.may_read(now_s, reading, len(self._flying)):
+        free = min(free, max(1, self._own_workers() - 1) - reading)
+        if free <= 0 or not self._pacing.may_read(now_s, reading, reading + submits):
             return
         held = {id for id, seen in self._seen.items() if seen.not_before_s > now_s}
         skip = len(self._flying) + len(held)
         for job in self._ledger.due(now_ms, now_ms + self._horizon_ms(), free + skip):
             if job.id in self._flying or job.id in held:
                 continue
-            if free <= 0 or not self._pacing.may_read(now_s, reading, len(self._flying)):
+            if free <= 0 or not self._pacing.may_read(now_s, reading, reading + submits):
                 return
             self._pacing.reads.take(now_s)
             free, reading = free - 1, reading + 1
@@ -4329,6 +5322,57 @@ class Engine:
             call = Call(errand=errand, job=job, sent_s=now_s, before=job)
             self._flying[job.id] = call
             yield call
+
+    def _claim_fetches(self, now_s: float, free: int) -> Iterator[Call]:
+        """Claim the next files, and reads for fresh links to them, with what workers are left.
+
+        They have a share of the workers, so that submits and reads are never kept waiting.
+        """
+        deliveries = self._deliveries
+        if deliveries is None:
+            return
+        share = max(1, (self._settings.concurrency - 1) // 2)
+        free = min(free, share - self._deliveries_flying())
+        held: list[Delivery] = []
+        while free > 0 and (delivery := deliveries.take(now_s)) is not None:
+            reading = self._reads_flying()
+            may_read = self._pacing.may_read(now_s, reading, reading + self._submits_flying())
+            if delivery.routes and not may_read:
+                held.append(delivery)
+                if len(held) > share:
+                    break
+                continue
+            call = self._call_for(delivery, now_s)
+            self._flying[call.job.id] = call
+            free -= 1
+            yield call
+        for delivery in held:
+            delivery.not_before_s = self._pacing.read_at_s()
+            deliveries.back(delivery)
+
+    def _call_for(self, delivery: Delivery, now_s: float) -> Call:
+        job = delivery.job
+        if delivery.routes:
+            self._pacing.reads.take(now_s)
+            errand, wanted = delivery.routes[0], None
+        else:
+            assert self._deliveries is not None
+            errand, wanted = Errand.FETCH, self._deliveries.wanted(delivery)
+        return Call(
+            errand=errand, job=job, sent_s=now_s, before=job, wanted=wanted, delivery=delivery
+        )
+
+    def _own_workers(self) -> int:
+        """Return how many workers are not taken by downloads."""
+        return self._settings.concurrency - self._deliveries_flying()
+
+    def _deliveries_flying(self) -> int:
+        return sum(call.delivery is not None for call in self._flying.values())
+
+    def _reads_flying(self) -> int:
+        """Return how many requests to the API are on their way that are no submit."""
+        others = (Errand.SUBMIT, Errand.FETCH)
+        return sum(call.errand not in others for call in self._flying.values())
 
     def _horizon_ms(self) -> int:
         """Return the longest wait there is: what is due later is due now, the clock moved."""
@@ -4361,8 +5405,14 @@ class Engine:
         if current:
             del self._flying[call.job.id]
         try:
-            if isinstance(meaning, Reading):
+            if isinstance(meaning, Fetched):
                 if current:
+                    self._record_fetched(call, meaning, now_s, now_ms)
+                return
+            if isinstance(meaning, Reading):
+                if current and call.delivery is not None:
+                    self._record_links(call, call.delivery, meaning, now_s, now_ms)
+                elif current:
                     self._record_reading(call, meaning, now_s, now_ms)
                 return
             if current:
@@ -4374,6 +5424,9 @@ class Engine:
             self._tell(exc.why, exc.row)
             # What is shown and counted of it is out of date.
             self._loaded_s = float("-inf")
+            if call.delivery is not None and self._deliveries is not None:
+                call.delivery.trouble = exc.why
+                self._deliveries.done(call.delivery)
             if isinstance(meaning, Outcome) and meaning.job_id is not None:
                 self._record_late(call, meaning.job_id, now_ms)
 
@@ -4451,8 +5504,7 @@ class Engine:
         if reading.said is Said.HALTED:
             self._stop_for(Halt.EVERYTHING, reading.trouble)
         with self._telling_of_the_network(reading.trouble):
-            reads = len(self._flying) - self._submits_flying()
-            self._pacing.was_read(reading, call.sent_s, now_s, reads)
+            self._pacing.was_read(reading, call.sent_s, now_s, self._reads_flying())
 
     @contextlib.contextmanager
     def _telling_of_the_network(self, trouble: str) -> Iterator[None]:
@@ -4561,10 +5613,162 @@ class Engine:
             self._review(job, f"Sume calls it ended, by the unknown word '{reading.word}'", now_ms)
             return
         note = reading.note
-        if note is None and status is Status.COMPLETED and not reading.urls:
-            note = "Sume named no result file"
+        if note is None and status is Status.COMPLETED and not reading.links:
+            note = NO_FILE
         after = self._ledger.record_final(job, status, reading, note, now_ms)
         self._changed(job, after, now_ms)
+        if self._deliveries is not None:
+            self._deliveries.ended(after, reading.links)
+
+    # -- recording downloads --
+
+    def _record_parts(self) -> None:
+        """Keep how much of the files on their way is durable, so that a kill costs no more."""
+        for call in self._flying.values():
+            progress, delivery = call.progress, call.delivery
+            etag, durable = progress.etag, progress.durable
+            if delivery is None or etag is None or durable == 0:
+                continue
+            known = delivery.outputs[delivery.position]
+            if (known.etag, known.part_bytes) != (etag, durable):
+                self._ledger.record_part(delivery.job, delivery.position, etag, durable)
+                fresh = known._replace(etag=etag, part_bytes=durable)
+                delivery.outputs[delivery.position] = fresh
+
+    def _record_fetched(self, call: Call, fetched: Fetched, now_s: float, now_ms: int) -> None:
+        """Record what came of a file, and say what is next for its row."""
+        deliveries, delivery = self._deliveries, call.delivery
+        assert deliveries is not None
+        assert delivery is not None
+        known = delivery.outputs[delivery.position]
+        match fetched.got:
+            case Got.WHOLE:
+                self._have(delivery, fetched, now_ms)
+                self._next_file(delivery)
+            case Got.NO_LINK:
+                if known.path is not None:
+                    self._lost(delivery, known.path, now_ms)
+                delivery.routes = _routes(delivery.job)
+                deliveries.back(delivery)
+            case Got.DISK:
+                deliveries.halt(fetched.trouble)
+                self._tell(f"no more downloads in this run: {fetched.trouble}")
+                self._give_up(delivery, fetched.trouble, now_ms)
+            case Got.REFUSED:
+                self._give_up(delivery, fetched.trouble, now_ms)
+            case Got.EXPIRED | Got.FAILED:
+                if known.path is not None:
+                    self._lost(delivery, known.path, now_ms)
+                self._try_again(call, delivery, fetched, now_s, now_ms)
+            case _:
+                assert_never(fetched.got)
+
+    def _have(self, delivery: Delivery, fetched: Fetched, now_ms: int) -> None:
+        """A file is there; what was verified and is known already is no news."""
+        job, position = delivery.job, delivery.position
+        known = delivery.outputs[position]
+        output = Output(known.url, fetched.path, fetched.sha256, fetched.size)
+        if known.path != fetched.path or known.sha256 != fetched.sha256:
+            facts = (fetched.path, fetched.sha256, fetched.size)
+            after = self._ledger.record_downloaded(job, position, *facts, now_ms)
+            delivery.job = self._changed(job, after, now_ms)
+            self._untold.append(Downloaded(after, output, now_ms))
+        delivery.outputs[position] = output
+
+    def _next_file(self, delivery: Delivery) -> None:
+        assert self._deliveries is not None
+        delivery.position, delivery.tries, delivery.durable = delivery.position + 1, 0, 0
+        delivery.not_before_s = 0.0
+        if delivery.position < len(delivery.outputs):
+            self._deliveries.back(delivery)
+        else:
+            self._deliveries.done(delivery)
+
+    def _lost(self, delivery: Delivery, path: str, now_ms: int) -> None:
+        """A file that was there is gone or changed: it is had again."""
+        job, position = delivery.job, delivery.position
+        delivery.job = self._changed(
+            job, self._ledger.record_lost(job, position, path, now_ms), now_ms
+        )
+        delivery.outputs[position] = Output(delivery.outputs[position].url)
+        name = os.path.basename(path)
+        self._tell(f"{name} is not there, or was changed; it is downloaded again", job.row)
+
+    def _try_again(
+        self, call: Call, delivery: Delivery, fetched: Fetched, now_s: float, now_ms: int
+    ) -> None:
+        """Ask for a fresh link before the next try: that also waits while there is no network.
+
+        A try that brought more of the file than the one before is no failure.
+        """
+        assert self._deliveries is not None
+        progress, position = call.progress, delivery.position
+        if progress.etag and progress.durable:
+            self._ledger.record_part(delivery.job, position, progress.etag, progress.durable)
+            known = delivery.outputs[position]
+            fresh = known._replace(etag=progress.etag, part_bytes=progress.durable)
+            delivery.outputs[position] = fresh
+        if progress.durable > delivery.durable:
+            delivery.durable, delivery.tries = progress.durable, 0
+        else:
+            delivery.tries += 1
+        if delivery.tries >= DOWNLOAD_TRIES or (delivery.stored and fetched.got is Got.EXPIRED):
+            self._give_up(delivery, fetched.trouble, now_ms)
+            return
+        wait_s = backoff_s(delivery.tries, self._rng, BACKOFF_CAP_S)
+        delivery.not_before_s = now_s + max(wait_s, fetched.retry_after_s or 0.0)
+        if not delivery.stored:
+            delivery.routes = _routes(delivery.job)
+        self._deliveries.back(delivery)
+
+    def _give_up(self, delivery: Delivery, why: str, now_ms: int) -> None:
+        """A file cannot be had in this run; the row's other files still can."""
+        job = delivery.job
+        many = f" {delivery.position + 1}" if len(delivery.outputs) > 1 else ""
+        trouble = f"result file{many} was not downloaded: {why}"
+        after = self._ledger.record_undownloaded(job, trouble, now_ms)
+        delivery.job, delivery.trouble = self._changed(job, after, now_ms), why
+        self._next_file(delivery)
+
+    def _record_links(
+        self, call: Call, delivery: Delivery, reading: Reading, now_s: float, now_ms: int
+    ) -> None:
+        """Take fresh links from a read of a job that has ended; its status stays what it is."""
+        assert self._deliveries is not None
+        self._pace_reads(call, reading, now_s)
+        if reading.cost.micros is not None:
+            after = self._ledger.record_cost(delivery.job, reading.cost, now_ms)
+            delivery.job = self._changed(delivery.job, after, now_ms)
+        match reading.said:
+            case Said.STATUS if reading.links:
+                self._relink(delivery, reading, now_ms)
+            case Said.PAUSED | Said.HALTED:
+                delivery.not_before_s = now_s + self._settings.poll_interval_s
+            case Said.BAD if delivery.tries + 1 < DOWNLOAD_TRIES:
+                delivery.tries += 1
+                delivery.not_before_s = now_s + backoff_s(delivery.tries, self._rng, BACKOFF_CAP_S)
+            case _:
+                delivery.routes.pop(0)
+                if not delivery.routes:
+                    self._without_links(delivery, reading)
+        if delivery.position < len(delivery.outputs) or delivery.routes:
+            self._deliveries.back(delivery)
+        else:
+            self._deliveries.done(delivery)
+
+    def _relink(self, delivery: Delivery, reading: Reading, now_ms: int) -> None:
+        delivery.links, delivery.routes = reading.links, []
+        if not delivery.outputs:
+            after = self._ledger.record_named(delivery.job, reading, now_ms)
+            delivery.job = self._changed(delivery.job, after, now_ms)
+            delivery.outputs = self._ledger.outputs(after)
+
+    def _without_links(self, delivery: Delivery, reading: Reading) -> None:
+        """Sume names no link: what the ledger has may still do, if it was no signed one."""
+        delivery.links = tuple(output.url for output in delivery.outputs)
+        delivery.stored = True
+        if not delivery.outputs:
+            delivery.trouble = reading.trouble or NO_FILE
 
     def _poll_error(self, job: Job, trouble: str, now_ms: int) -> None:
         seen = self._see(job)
@@ -4593,6 +5797,10 @@ class Engine:
         untold, self._untold = self._untold, []
         for event in untold:
             self._listen(event)
+        for call in self._flying.values():
+            received, total = call.progress.received, call.progress.total
+            if call.errand is Errand.FETCH and received:
+                self._listen(Downloading(call.job, received, total, now_ms))
         waiting = self._pacing.waiting_for(self._clock.awake_s())
         self._listen(Tick(now_ms, waiting))
 
@@ -4646,6 +5854,8 @@ class Engine:
             jobs = self._ledger.with_status(status, limit=limit)
             if any(not self._is_given_up(job, now_s) for job in jobs):
                 return True
+        if self._deliveries is not None and self._deliveries.is_left():
+            return True
         if self._halt is not None:
             return False
         if self._ledger.with_status(Status.SENDING, limit=1):
@@ -4670,6 +5880,8 @@ class Engine:
         if due_ms is not None:
             due_s = now_s + (due_ms - now_ms) / 1000
             dues.append(max(self._pacing.read_at_s(), due_s))
+        at_s = self._deliveries.due_s() if self._deliveries is not None else None
+        dues += [at_s] if at_s is not None else []
         # What was due when the turn was planned waits for an answer, not for a time.
         ahead = [due for due in dues if due > self._planned_s]
         return max(0.0, min(TICK_S, min(ahead, default=now_s + TICK_S) - now_s))
@@ -4711,26 +5923,36 @@ _ORDER = {status: place for place, status in enumerate(STYLES)}
 RECENT_ROWS = 200
 # Each column with the window width from which it is shown (the last column of a window
 # stays empty); the rest always are.
-_WIDE_COLUMNS = {"age": 48, "prompt": 59, "model": 89, "job id": 119, "seconds": 99, "trouble": 59}
+_WIDE_COLUMNS = {
+    "age": 48, "prompt": 59, "model": 89, "job id": 119, "seconds": 99, "file": 72, "trouble": 59,
+}  # fmt: skip
 # What is shown of these in the narrowest window is still whole.
-_LEAST_WIDTHS = {"status": 11, "age": 4, "cost": 9, "model": 8, "job id": 12}
+_LEAST_WIDTHS = {"status": 11, "age": 4, "cost": 9, "model": 8, "job id": 12, "file": 8}
 _MOST_WIDTHS = {"model": 20, "job id": 44}
 
 
-def jobs_table(jobs: Sequence[Job], now_ms: int, width: int) -> Table:
-    """Return the table of attempts, with the columns that fit a window of this width."""
+def jobs_table(
+    jobs: Sequence[Job], now_ms: int, width: int, files: Mapping[int, str] | None = None
+) -> Table:
+    """Return the table of attempts, with the columns that fit a window of this width.
+
+    `files` says how far the downloads of attempts are, by their ids; None shows no such column.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, expand=width >= 59, pad_edge=False)
-    shown = [name for name in _CELLS if width >= _WIDE_COLUMNS.get(name, 0)]
+    shown = [name for name in (*_CELLS, "file") if width >= _WIDE_COLUMNS.get(name, 0)]
     if not any(job.note or job.trouble for job in jobs):
         shown = [name for name in shown if name != "trouble"]
+    if files is None:
+        shown = [name for name in shown if name != "file"]
+    cell_of = _CELLS | {"file": lambda job, now: (files or {}).get(job.id, "")}
     # The row gives way first: status and cost need 29 columns beside it, and the age 7 more.
     row_width = max(4, min(24, width - (36 if "age" in shown else 29)))
     for name in shown:
-        right = name in ("seconds", "age", "cost")
+        right = name in ("seconds", "age", "cost", "file")
         ratio = {"prompt": 3, "trouble": 4}.get(name)
         table.add_column(
             name,
@@ -4743,7 +5965,7 @@ def jobs_table(jobs: Sequence[Job], now_ms: int, width: int) -> Table:
         )
     for job in jobs:
         style = STYLES[job.status]
-        cells = [_CELLS[name](job, now_ms) for name in shown]
+        cells = [cell_of[name](job, now_ms) for name in shown]
         table.add_row(
             *(
                 Text(inert(c), style if n == "status" else "")
@@ -4773,7 +5995,32 @@ def _money(job: Job, now_ms: int) -> str:
     return f"${show_usd(job.cost_micros)}"
 
 
-_CELLS: Mapping[str, Callable[[Job, int], str]] = {
+def show_bytes(size: int) -> str:
+    """Return a short text for a number of bytes: 512 B, 3.4 kB, 12.0 MB."""
+    if size < 1000:
+        return f"{size} B"
+    thousands = size / 1000
+    for unit in ("kB", "MB"):
+        if thousands < 1000:
+            return f"{thousands:.1f} {unit}"
+        thousands /= 1000
+    return f"{thousands:.1f} GB"
+
+
+def near(path: str) -> str:
+    """Return a path as it is called from here, where it lies below."""
+    here = os.path.join(os.getcwd(), "")
+    return path.removeprefix(here)
+
+
+def _progress(event: Downloading) -> str:
+    """Return how far a download is."""
+    if event.total:
+        return f"{100 * event.received // event.total} %"
+    return show_bytes(event.received)
+
+
+_CELLS: dict[str, Callable[[Job, int], str]] = {
     "row": lambda job, now: job.row,
     "prompt": lambda job, now: inert(job.prompt, 60),
     "job id": lambda job, now: job.job_id or "",
@@ -4831,6 +6078,10 @@ class RunView:
         self.start_ms = self.now_ms = 0
         self.finished = 0
         self.waiting: str | None = None
+        # Rows whose files are on their way, and what their cells say; files and bytes so far.
+        self.loading: dict[int, Job] = {}
+        self.files: dict[int, str] = {}
+        self.file_count = self.file_bytes = 0
 
     def follow(self, event: Event) -> None:
         match event:
@@ -4838,7 +6089,7 @@ class RunView:
                 self.totals, self.now_ms = event.totals, event.at_ms
                 self.start_ms = self.start_ms or event.at_ms
                 self.open = {job.id: job for job in event.open_jobs}
-            case Changed(after=after):
+            case Changed(before=before, after=after):
                 self.now_ms = event.at_ms
                 self.open.pop(after.id, None)
                 # A row is shown once, by its latest attempt.
@@ -4848,14 +6099,32 @@ class RunView:
                     self.open[after.id] = after
                 elif after.status is not Status.QUEUED:
                     self.recent.appendleft(after)
-                self.finished += after.status in FINAL
+                self.finished += after.status in FINAL and before.status not in FINAL
+                if after.id in self.loading:
+                    self.loading[after.id] = after
+            case Downloading(job=job):
+                self.now_ms = event.at_ms
+                self.loading[job.id] = job
+                self.files[job.id] = _progress(event)
+            case Downloaded(job=job, output=output):
+                self.loading.pop(job.id, None)
+                self.files[job.id] = show_bytes(output.bytes or 0)
+                self.file_count += 1
+                self.file_bytes += output.bytes or 0
             case Tick():
                 self.now_ms, self.waiting = event.at_ms, event.waiting
 
     def rows(self, height: int) -> list[Job]:
         """Return what to show in so many lines: what runs on top, then what ended last."""
         running = sorted(self.open.values(), key=lambda job: (_ORDER[job.status], job.id))
-        return [*running, *self.recent][: max(height, 0)]
+        ended = (job for job in self.recent if job.id not in self.loading)
+        return [*running, *self.loading.values(), *ended][: max(height, 0)]
+
+    def downloads(self) -> str:
+        """Return how many files came, and how many are on their way."""
+        loading = f", {len(self.loading)} on the way" if self.loading else ""
+        files = counted(self.file_count, "file")
+        return f"{files} downloaded, {show_bytes(self.file_bytes)}{loading}"
 
     def pace(self) -> str:
         """Return how many rows a minute end, and how long the rest takes at that pace."""
@@ -4936,6 +6205,8 @@ class LiveTable:
         grid = Table.grid(padding=(0, 1))
         grid.add_row(bar, head)
         parts: list[RenderableType] = [grid if width >= 60 else head, totals_line(totals)]
+        if view.files:
+            parts.append(Text(view.downloads()))
         if view.waiting:
             parts.append(Text(f"waiting: {view.waiting}", "yellow"))
         # The last column stays empty: some terminals wrap a full line.
@@ -4945,7 +6216,8 @@ class LiveTable:
         above = self._console.render_lines(Group(*parts), options, pad=False)
         room = height - len(above) - 7
         rows = view.rows(room)
-        table = jobs_table(rows, view.now_ms, width - 1) if rows else Text("")
+        files = view.files or None
+        table = jobs_table(rows, view.now_ms, width - 1, files) if rows else Text("")
         hidden = totals.rows - len(rows)
         more = Text(f"and {hidden} more rows" if rows and hidden > 0 else "", "dim")
         return Constrain(Group(*parts, table, more, Text("")), width - 1)
@@ -4973,6 +6245,8 @@ class PlainLog:
                 news = after.status is not before.status or after.trouble != before.trouble
                 if news:
                     self._say(self._line(after))
+            case Downloaded(job=job, output=output):
+                self._say(f"{job.row}: {near(output.path or '')}  {show_bytes(output.bytes or 0)}")
             case Tick():
                 if time.monotonic() - self._spoke_s >= HEARTBEAT_S:
                     waiting = f"; waiting: {event.waiting}" if event.waiting else ""
@@ -5014,6 +6288,10 @@ EVENT_WORDS: Mapping[str, str] = {
     "status": "read",
     "final": "ended",
     "cost": "its cost was read afresh",
+    "named": "Sume names its result files by now",
+    "downloaded": "a result file is on the disk, whole",
+    "lost": "a result file was not there any more, or was changed",
+    "undownloaded": "a result file could not be had",
     "poll_error": "a read brought nothing usable",
 }
 
@@ -5051,6 +6329,9 @@ def job_card(story: Story, complete: Callable[[str], str]) -> Iterator[str]:
             yield f"{name:8} {inert(value, 2000)}"
     for output in story.outputs:
         yield f"{'result':8} {inert(output.url, 2000)}"
+        if output.path is not None:
+            size = f"{show_bytes(output.bytes or 0)}, sha256 {output.sha256}"
+            yield f"{'file':8} {inert(near(output.path), 2000)} ({size})"
     for attempt, history in story.attempts:
         yield ""
         if len(story.attempts) > 1:
@@ -5103,19 +6384,21 @@ _FACTS: Mapping[str, Callable[[Job], Any]] = {
     "attempt": lambda job: job.attempt,
     "note": lambda job: job.note or job.trouble,
 }
-CSV_COLUMNS = (*_FACTS, "urls")
+CSV_COLUMNS = (*_FACTS, "urls", "files")
 _EVENT_FACTS = ("row", "attempt", "status", "job_id", "cost_usd", "note")
 
 
 def job_json(job: Job, outputs: Sequence[Output]) -> dict[str, Any]:
     """Return all that `status` prints of a row."""
     facts = {name: read(job) for name, read in _FACTS.items()}
-    return facts | {"outputs": [output._asdict() for output in outputs]}
+    return facts | {"outputs": [output.facts() for output in outputs]}
 
 
 def csv_cells(job: Job, outputs: Sequence[Output]) -> list[str]:
     """Return the cells of `status --format csv`: a line each, so that it can be searched."""
+    paths = [out.path for out in outputs if out.path is not None]
     facts = job_json(job, outputs) | {"urls": " ".join(out.url for out in outputs)}
+    facts["files"] = " ".join(paths)
     cells = [facts[name] for name in CSV_COLUMNS]
     return ["" if cell is None else inert(cell, sys.maxsize) for cell in cells]
 
@@ -5160,6 +6443,11 @@ class JsonLog:
                     self._say("row", before=before.status, **facts)
             case Notice():
                 self._say("notice", row=event.row, text=inert(event.text, 1000))
+            case Downloaded(job=job, output=output):
+                facts = {"row": job.row, "attempt": job.attempt, "at_ms": event.at_ms}
+                self._say("file", **facts, **output.facts())
+            case Downloading():
+                pass
             case Tick():
                 if time.monotonic() - self._spoke_s >= HEARTBEAT_S:
                     totals, waiting = totals_json(self._totals), event.waiting
@@ -5325,6 +6613,8 @@ STAND_IN_HOLD_S = 0.3
 STAND_IN_RETRY_AFTER_S = 1
 # What was on its way when a rate limit was answered arrives so soon after.
 STAND_IN_FLIGHT_S = 0.3
+# Its links are signed, as others are; what a signature is must be kept nowhere.
+STAND_IN_SIGNATURE = "signature-that-must-be-nowhere"
 
 
 class Fault(enum.StrEnum):
@@ -5342,12 +6632,14 @@ class Fault(enum.StrEnum):
     QUEUE = "queue full"
     # The first read is answered with an error page.
     READ = "bad read"
+    # The first link to the file is answered as one that has expired.
+    LINK = "expired link"
     # The key stands for something else, however often it is asked.
     CONFLICT = "conflict"
 
 
 class StandInReply(NamedTuple):
-    """An answer: JSON, or a page where `data` is text; without a code the connection is cut."""
+    """An answer: JSON, a page where `data` is text, or a file; without a code it is cut off."""
 
     code: int | None
     data: Any = None
@@ -5428,6 +6720,7 @@ class StandIn:
         # Faults that were played, and those that jobs ask for when they are read.
         self._played: set[str] = set()
         self._unread: set[str] = set()
+        self._unlinked: set[str] = set()
         # The key of each submit, and keys that had another body before.
         self.posts: list[str] = []
         self.mismatches: set[str] = set()
@@ -5473,6 +6766,8 @@ class StandIn:
         with self._lock:
             if submit:
                 return self._submit("image" if path == "/v1/images" else "video", key, body, now)
+            if file := re.fullmatch(r"/artifacts/(job_\w+)\.(mp4|png)", path.partition("?")[0]):
+                return self._file(file[1], file[2])
             if path.partition("?")[0] == "/v1/jobs":
                 return StandInReply(200, {"data": [{"id": id} for id in self._newest()]})
             match = re.fullmatch(r"/v1/(?:videos|jobs)/(job_\w+)(/status|/result|/cancel)?", path)
@@ -5485,6 +6780,13 @@ class StandIn:
                 self._unread.discard(match[1])
                 return StandInReply(502, "<html>bad gateway</html>")
             return self._job(match[1], match[2] == "/result", line, now)
+
+    def _file(self, id: str, ending: str) -> StandInReply:
+        if id in self._unlinked:
+            self._unlinked.discard(id)
+            return _stand_in_error(403, "link_expired", "the link has expired")
+        type = "video/mp4" if ending == "mp4" else "image/png"
+        return StandInReply(200, stand_in_file(id, ending), {"Content-Type": type})
 
     def _newest(self) -> list[str]:
         return [id for id, _ in self._db.execute(STAND_IN_JOBS).fetchall()[-100:]]
@@ -5521,6 +6823,8 @@ class StandIn:
             running += 1
         if fault == Fault.READ:
             self._unread.add(id)
+        if fault == Fault.LINK:
+            self._unlinked.add(id)
         if fault == Fault.HELD:
             self._hold()
         if fault in (Fault.LOST, Fault.PAGE):
@@ -5574,7 +6878,8 @@ class StandIn:
             status = "pending" if queued else "in_progress"
             return StandInReply(200, {"id": id, "status": status, **hint})
         name = f"{id}.mp4" if kind == "video" else f"{id}.png"
-        url = f"https://media.invalid/artifacts/{name}"
+        # Without an origin: where the stand-in listens is another place each time.
+        url = f"/artifacts/{name}?signature={STAND_IN_SIGNATURE}"
         usage = {"cost": cost / 1_000_000, "captured_usd_micros": cost, "status": "captured"}
         artifacts = {"result": {"artifacts": [{"url": url}]}} if result else {}
         done = {"id": id, "status": "completed", "usage": usage, "url": url}
@@ -5584,6 +6889,27 @@ class StandIn:
 def stand_in_job_id(key: str) -> str:
     """Return the id that the stand-in gives to the job of a key."""
     return f"job_{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+
+
+def stand_in_file(id: str, ending: str) -> bytes:
+    """Return the file of a job: a picture of one colour, or an MP4 of which only the frame is real.
+
+    No two jobs have the same one.
+    """
+    import zlib
+
+    seed = hashlib.sha256(id.encode()).digest()
+    if ending == "mp4":
+        parts = ((b"ftyp", b"isom\0\0\2\0isomiso2mp41"), (b"free", id.encode()), (b"mdat", seed))
+        return b"".join((8 + len(data)).to_bytes(4, "big") + name + data for name, data in parts)
+    size = (64).to_bytes(4, "big") + (36).to_bytes(4, "big")
+    pixels = zlib.compress((b"\0" + seed[:3] * 64) * 36)
+    named = ((b"IHDR", size + b"\x08\2\0\0\0"), (b"tEXt", b"job\0" + id.encode()))
+    chunks = (*named, (b"IDAT", pixels), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        len(data).to_bytes(4, "big") + name + data + zlib.crc32(name + data).to_bytes(4, "big")
+        for name, data in chunks
+    )
 
 
 def _stand_in_error(status: int, code: str, message: str) -> StandInReply:
@@ -5616,12 +6942,16 @@ def _stand_in_server(stand_in: StandIn) -> ThreadingHTTPServer:
             if reply.code is None:
                 self.close_connection = True
                 return
-            page = isinstance(reply.data, str)
-            text = reply.data.encode() if page else json.dumps(reply.data).encode()
+            match reply.data:
+                case bytes():
+                    text, type = reply.data, "application/octet-stream"
+                case str():
+                    text, type = reply.data.encode(), "text/html"
+                case _:
+                    text, type = json.dumps(reply.data).encode(), "application/json"
             self.send_response(reply.code)
-            for name, value in reply.headers.items():
+            for name, value in ({"Content-Type": type} | dict(reply.headers)).items():
                 self.send_header(name, value)
-            self.send_header("Content-Type", "text/html" if page else "application/json")
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
             self.wfile.write(text)
@@ -5680,7 +7010,8 @@ DRILL_POSTS = 8
 # What the rows of a drill do not reach: races, and what asks for a job that is known or open.
 DRILL_UNREACHED = {
     "record_found", "record_cancel_asked", "record_unclaimed", "record_late_id",
-    "record_estimates", "record_cost", "cancel", "jobs",
+    "record_estimates", "record_named", "record_part", "record_lost",
+    "record_undownloaded", "cancel", "jobs", "peek",
 }  # fmt: skip
 
 _RUN: tuple[str, ...] = (
@@ -5688,6 +7019,8 @@ _RUN: tuple[str, ...] = (
     # What outlives a drill that was killed itself ends by itself.
     "--deadline", f"{DRILL_LIMIT_S:.0f}s",
 )  # fmt: skip
+DRILL_FILES = "clips"
+_RUN += ("--download", DRILL_FILES)
 DRILL_COMMANDS: tuple[tuple[str, ...], ...] = (
     ("run", "rows.jsonl", *_RUN),
     ("retry", "refused", "--yes"),
@@ -5742,10 +7075,17 @@ class Drilled(NamedTuple):
 
 
 def crash_methods() -> list[tuple[type, str]]:
-    """Return all that records a fact or calls the API: a new method is a new crash point."""
+    """Return all that records a fact, calls the API or writes a result file.
+
+    A new method is a new crash point.
+    """
     records = [name for name in vars(Ledger) if name.startswith("record_")]
-    calls = [name for name in vars(Sume) if not name.startswith("_") and name != "close"]
-    return [*((Ledger, name) for name in [*records, "_commit"]), *((Sume, name) for name in calls)]
+    found: list[tuple[type, str]] = [(Ledger, name) for name in [*records, "_commit"]]
+    quiet_ones = ("close", "trouble_of", "sha256")
+    for owner in (Sume, Part):
+        calls = (name for name in vars(owner) if not name.startswith("_"))
+        found += [(owner, name) for name in calls if name not in quiet_ones]
+    return found
 
 
 def be_drilled(
@@ -5762,7 +7102,7 @@ def be_drilled(
     """
     globals().update(DRILL_CONSTANTS)
     mine = Mine(point)
-    for base in (Ledger, Sume):
+    for base in (Ledger, Sume, Part):
         mined = {
             name: mine.around(getattr(owner, name), name)
             for owner, name in crash_methods()
@@ -5829,7 +7169,8 @@ _ENDS_BADLY = frozenset({Status.REJECTED, Status.REVIEW, Status.CANCELLED})
 def drill_rows(fault: Fault | None) -> dict[str, _Expected]:
     """Return the rows of a trial by id: with one fault, or with all that end soon."""
     rows = {"plain": _Expected({}), "picture": _Expected({"kind": "image"})}
-    faults = [fault] if fault else [Fault.LOST, Fault.RESET, Fault.PAGE, Fault.QUEUE, Fault.READ]
+    soon = [Fault.LOST, Fault.RESET, Fault.PAGE, Fault.QUEUE, Fault.READ, Fault.LINK]
+    faults = [fault] if fault else soon
     for one in faults:
         rows[str(one).replace(" ", "-")] = _Expected({"stand_in": one})
     rows["refused"] = _Expected({"duration": STAND_IN_MAX_SECONDS + 1}, _ENDS_BADLY)
@@ -6045,11 +7386,15 @@ class Trial:
         if self.line.point is None and not self.line.kills_s:
             # A kill may lose a pause that was not written down yet.
             self.problems += self._stand_in.hasty
+        secrets = {"the API key": DRILL_KEY, "a link's signature": STAND_IN_SIGNATURE}
         self.problems += [
-            f"the API key is in {path.name}"
-            for path in self.folder.iterdir()
-            if DRILL_KEY.encode() in _content(path)
+            f"{what} is in {path.name}"
+            for path in self.folder.rglob("*")
+            for what, secret in secrets.items()
+            if secret.encode() in _content(path)
         ]
+        if parts := [path.name for path in self.folder.rglob("*.part")]:
+            self.problems.append(f"parts of files were left: {', '.join(parts)}")
         posts = len(self._stand_in.posts)
         return Drilled(
             self.line,
@@ -6069,8 +7414,11 @@ class Trial:
         """An attempt has the job that its key made, its files, and its whole history."""
         if job.job_id not in (None, stand_in_job_id(job.key)):
             self.problems.append(f"row '{job.row}' has the job of another row")
-        if job.status is Status.COMPLETED and not outputs:
-            self.problems.append(f"row '{job.row}' is completed and has no result")
+        if job.status is Status.COMPLETED:
+            ending, id = "png" if job.kind == "image" else "mp4", job.job_id or ""
+            files = [_content(Path(output.path)) for output in outputs if output.path]
+            if files != [stand_in_file(id, ending)]:
+                self.problems.append(f"row '{job.row}' is completed and has not its file")
         facts = [fact.event for fact in history]
         if facts[:1] != ["added"] or (job.status is Status.COMPLETED and "final" not in facts):
             self.problems.append(f"row '{job.row}' has not its whole history")
@@ -6676,6 +8024,10 @@ def run(
         ),
     ] = None,
     prices: PricesOption = None,
+    download: Annotated[
+        Path | None,
+        _option("--download", metavar="DIR", help="Download what the rows bring into DIR."),
+    ] = None,
     dry_run: Annotated[
         bool, _option("--dry-run", help="Show what would be sent; send and write nothing.")
     ] = False,
@@ -6707,6 +8059,7 @@ def run(
         limit=limit,
         max_cost_micros=max_cost,
         prices=_read_prices(prices),
+        download=Path(os.path.abspath(download)) if download is not None else None,
     )
     _check_run(path, intake, settings)
     go = _dry_run if dry_run else _run
@@ -6745,6 +8098,17 @@ def _check_run(path: Path, intake: Intake, settings: Settings) -> None:
     if intake.file is None and not path.exists():
         raise UsageError(f"no ledger {path} and no FILE; name a file of rows: sume-resume run FILE")
     _check_namespace(intake.namespace)
+    if settings.download is not None:
+        _check_folder(settings.download)
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise UsageError where a folder can neither be used nor be made."""
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise UsageError(f"--download: {there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"--download: {there} cannot be written to")
 
 
 def _run(
@@ -6768,6 +8132,9 @@ def _run(
             added = add_rows(path, stream, *how, replace=intake.replace)
             scope = added.rows
             _say_added(voice, added, path)
+        if settings.download is not None:
+            # Not before: what is refused leaves nothing behind.
+            settings.download.mkdir(parents=True, exist_ok=True)
         ledger = stack.enter_context(open_ledger(path))
         if account is None or make_api is None:
             account = stack.enter_context(StandIn(stand_in_state(path)))
@@ -6996,6 +8363,7 @@ def _summarize(
         )
     unfinished = sum(n for status, n in mine.items() if status not in FINAL | {Status.REVIEW})
     why = _why_unfinished(ending) if unfinished else ending.halt
+    _say_undownloaded(ending, voice)
     if unfinished:
         voice.say(f"unfinished rows: {unfinished} ({why})")
         for status, words in _OPEN_WORDS.items():
@@ -7010,8 +8378,22 @@ def _summarize(
         "by_status": {status: mine[status] for status in Status},
         "not_in_file": len(outside),
         "known_to_sume": ending.hits,
+        "not_downloaded": sorted(ending.undownloaded),
         "totals": totals_json(totals),
     }
+
+
+def _say_undownloaded(ending: Ending, voice: Voice) -> None:
+    """Name the rows that lack a file, and say that another run costs nothing."""
+    rows: dict[str, list[str]] = {}
+    for row, reason in sorted(ending.undownloaded.items()):
+        rows.setdefault(reason, []).append(row)
+    if rows:
+        voice.say(f"not downloaded: {_reasons(rows)}")
+    if ending.downloads_cut:
+        voice.say(f"not all files were looked after: {ending.downloads_cut}")
+    if rows or ending.downloads_cut:
+        voice.say("the same command again downloads what is missing, and buys nothing for it")
 
 
 _ENDED_HINTS = {
@@ -7074,7 +8456,11 @@ def _verdict(ending: Ending, mine: Counter[Status]) -> Exit:
         return Exit.REVIEW
     if any(n for status, n in mine.items() if status not in FINAL):
         return Exit.UNFINISHED
-    return Exit.DONE if mine.total() == mine[Status.COMPLETED] else Exit.NOT_ALL_COMPLETED
+    if ending.downloads_cut and ending.deadline:
+        return Exit.UNFINISHED
+    whole = mine.total() == mine[Status.COMPLETED]
+    missing = ending.undownloaded or ending.downloads_cut
+    return Exit.DONE if whole and not missing else Exit.NOT_ALL_COMPLETED
 
 
 _ROW_HELP = "A row id, a unique prefix of one, or a job id."

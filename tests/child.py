@@ -22,6 +22,8 @@ import rich.live  # noqa: F401
 import sume_resume
 
 API_CALLS = ("submit", "read", "result")
+# What is done to the part of a result file, in this order.
+PART_STEPS = ("keep", "restart", "write", "sync", "publish")
 
 
 def recording_methods() -> list[str]:
@@ -73,6 +75,7 @@ def work(order: dict[str, Any]) -> NoReturn:
     if point:
         sume_resume.Ledger = mined(sume_resume.Ledger, recording_methods(), point)  # type: ignore[assignment,misc]
         sume_resume.Sume = mined(sume_resume.Sume, API_CALLS, point)  # type: ignore[assignment,misc]
+        sume_resume.Part = mined(sume_resume.Part, PART_STEPS, point)  # type: ignore[assignment,misc]
     sys.argv = ["sume-resume", *order["args"]]
     try:
         sume_resume.main()

@@ -67,7 +67,7 @@ def complete(ledger: sr.Ledger, job: sr.Job, at_ms: int) -> None:
     said = {
         "status": "completed",
         "usage": {"captured_usd_micros": micros, "status": "captured"},
-        "url": f"https://media.invalid/artifacts/{id}.mp4",
+        "url": f"/artifacts/{id}.mp4",
     }
     reading = sr.reading_of(sr.Reply(200, {}, said), id)
     ledger.record_final(accepted, sr.Status.COMPLETED, reading, None, at_ms + 5000)

@@ -229,7 +229,79 @@ def accept_and_say(code: int, body: Any, **more: Any) -> Act:
     return act
 
 
-def _serve(sume: FakeSume) -> ThreadingHTTPServer:
+@dataclass
+class File:
+    """A file that a media server has."""
+
+    content: bytes
+    type: str = "video/mp4"
+    etag: str = ""
+    # Acts that come before it is simply served.
+    script: deque[Reply | Reset] = field(default_factory=deque)
+    # Whether a part of it can be asked for.
+    ranges: bool = True
+
+
+class Media:
+    """Serves files by path, at an origin that is not the API's, and remembers what was asked."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.files: dict[str, File] = {}
+        self.watch: Callable[[Request], None] = lambda request: None
+        self._server: ThreadingHTTPServer | None = None
+
+    def answer(self, request: Request) -> Reply:
+        self.requests.append(request)
+        self.watch(request)
+        file = self.files.get(request.path.partition("?")[0])
+        if file is None:
+            return Reply(404, b"<Error><Code>NoSuchKey</Code></Error>", XML)
+        if file.script:
+            act = file.script.popleft()
+            if isinstance(act, Reset):
+                raise act
+            return act
+        return serve_file(file, request)
+
+    def asked(self, name: str) -> list[Request]:
+        return [r for r in self.requests if r.path.partition("?")[0] == name]
+
+    def __enter__(self) -> Media:
+        self._server = _serve(self)
+        thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+        thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        assert self._server is not None
+        self._server.shutdown()
+        self._server.server_close()
+
+    @property
+    def url(self) -> str:
+        assert self._server is not None
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+
+XML = {"Content-Type": "application/xml"}
+
+
+def serve_file(file: File, request: Request, cut: int | None = None) -> Reply:
+    """Answer as a file server does: whole, or the rest of the same object."""
+    headers = {"Content-Type": file.type} | ({"ETag": file.etag} if file.etag else {})
+    asked = request.headers.get("range", "").removeprefix("bytes=").partition("-")[0]
+    same = request.headers.get("if-range", file.etag) == file.etag
+    if not (asked and file.ranges and same):
+        return Reply(200, file.content, headers, cut=cut)
+    start, size = int(asked), len(file.content)
+    if start >= size:
+        return Reply(416, b"", headers)
+    span = {"Content-Range": f"bytes {start}-{size - 1}/{size}"}
+    return Reply(206, file.content[start:], headers | span, cut=cut)
+
+
+def _serve(sume: FakeSume | Media) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True

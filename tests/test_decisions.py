@@ -42,6 +42,7 @@ from sume_resume import (
     Miss,
     NewRow,
     Outcome,
+    Output,
     Pause,
     QueueWindow,
     Reading,
@@ -53,6 +54,7 @@ from sume_resume import (
     UsageError,
     allowance_of,
     backoff_s,
+    bare,
     canonical,
     classify,
     cost_of,
@@ -61,6 +63,7 @@ from sume_resume import (
     inert,
     job_id_of,
     last_word,
+    link_for,
     merge,
     next_step,
     outcome_of,
@@ -69,7 +72,7 @@ from sume_resume import (
     poll_wait_s,
     quiet,
     read_rows,
-    result_urls,
+    result_links,
     retry_after_s,
     row_id,
     send_before_ms,
@@ -1108,18 +1111,38 @@ MEDIA = "https://media.invalid/artifacts"
     ],
     ids=lambda value: repr(value)[:60],
 )
-def test_result_urls(job: dict[str, Any], wanted: list[str]) -> None:
-    assert result_urls(job) == tuple(f"{MEDIA}/{name}.mp4" for name in wanted)
+def test_result_links(job: dict[str, Any], wanted: list[str]) -> None:
+    assert tuple(map(bare, result_links(job))) == tuple(f"{MEDIA}/{name}.mp4" for name in wanted)
 
 
 @pytest.mark.parametrize(
     "url", [f"{MEDIA}/a.mp4?X-Signature=SECRET", f"{MEDIA}/a.mp4#SECRET", "/a.mp4?k=SECRET"]
 )
 def test_result_urls_hold_no_signature(url: str) -> None:
+    """The link is followed as it is; what is stored and shown of it has no query."""
     for job in ({"url": url}, {"urls": [url]}, {"result": {"video_url": url}}):
-        (found,) = result_urls(job)
+        assert result_links(job) == (url,)
+        (found,) = Reading(said=Said.STATUS, links=result_links(job)).urls
         assert "SECRET" not in found
         assert found.endswith("a.mp4")
+
+
+def test_files_that_differ_in_the_query_alone_are_two() -> None:
+    links = [f"{MEDIA}/content?index={n}" for n in (0, 1)]
+    assert result_links({"unsigned_urls": links, "url": links[0]}) == tuple(links)
+
+
+def test_fresh_links_find_their_files() -> None:
+    """By what is stored of the old one where that is clear, else by their place."""
+    outputs = [Output(f"{MEDIA}/{name}.mp4") for name in "ab"]
+    swapped = [f"{MEDIA}/b.mp4?s=1", f"{MEDIA}/a.mp4?s=2"]
+    assert [link_for(swapped, outputs, n) for n in (0, 1)] == swapped[::-1]
+    other = [f"{MEDIA}/x?s=1", f"{MEDIA}/y?s=2"]
+    assert [link_for(other, outputs, n) for n in (0, 1)] == other
+    same = [Output(f"{MEDIA}/content")] * 2
+    asked = [f"{MEDIA}/content?index={n}" for n in (0, 1)]
+    assert [link_for(asked, same, n) for n in (0, 1)] == asked
+    assert link_for(other[:1], outputs, 1) is None
 
 
 # --- what comes next for an open row ---
@@ -1131,7 +1154,7 @@ def read_as(status: Status | None, **more: Any) -> Reading:
     return Reading(said=Said.STATUS, word=str(status or "on_hold"), status=status, **more)
 
 
-URLS = {"urls": ("u",)}
+URLS = {"links": ("u",)}
 STEPS: dict[str, tuple[Kind, Reading, Seen, Step]] = {
     "pending": ("video", read_as(Status.PENDING), Seen(), Step.POLL),
     "in progress": ("video", read_as(Status.IN_PROGRESS, **URLS), Seen(), Step.POLL),
@@ -1201,12 +1224,12 @@ def test_last_word(reading: Reading, wanted: Status) -> None:
 
 
 def test_merge_keeps_what_was_once_named() -> None:
-    first = read_as(Status.COMPLETED, cost=COST, urls=("u",), error="e")
+    first = read_as(Status.COMPLETED, cost=COST, links=("u",), error="e")
     bare = read_as(Status.COMPLETED)
     assert merge(None, bare) == bare
     joined = merge(first, bare)
     assert (joined.cost, joined.urls, joined.error) == (COST, ("u",), "e")
-    later = read_as(Status.COMPLETED, cost=Cost(0, "refunded", "{}"), urls=("v",), error="f")
+    later = read_as(Status.COMPLETED, cost=Cost(0, "refunded", "{}"), links=("v",), error="f")
     joined = merge(first, later)
     assert (joined.cost.micros, joined.urls, joined.error) == (0, ("v",), "f")
 

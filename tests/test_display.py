@@ -619,7 +619,7 @@ def test_odd_terminals(
 def test_every_recorded_fact_has_words() -> None:
 
     about_rows = {"added", *(name.removeprefix("record_") for name in child.recording_methods())}
-    about_rows -= {"account", "namespace", "pace", "_commit"}
+    about_rows -= {"account", "namespace", "pace", "part", "_commit"}
     assert set(sume_resume.EVENT_WORDS) == about_rows
 
 

@@ -49,6 +49,10 @@ QUICK = {
 RACES = {"record_unclaimed", "record_late_id"}
 # Facts of caps and audits; test_money kills at them.
 MONEY = {"record_estimates", "record_cost"}
+# Facts of downloads; test_download kills at them.
+FILES = {
+    "record_named", "record_part", "record_downloaded", "record_lost", "record_undownloaded",
+}  # fmt: skip
 # Facts that a person's command records, not a run: below each has its command.
 DECIDED = {
     "record_replaced": ("add", "b.jsonl", "--replace"),
@@ -63,7 +67,7 @@ POINTS = [
     for name in [*child.recording_methods(), *child.API_CALLS]
     for when in ("before", "after")
     for nth in (1, 2)
-    if name not in {*RACES, *DECIDED, *MONEY}
+    if name not in {*RACES, *DECIDED, *MONEY, *FILES}
 ]
 # These happen once in the life of a ledger, or once a run.
 ONCE = {"record_namespace", "record_account", "record_added"}

@@ -313,11 +313,14 @@ def test_the_ledger_file_is_never_opened_beside_sqlite() -> None:
     assert functions_that_call("open") == {
         "check_header", "_open_input", "main", "Trial._start", "_content",
     }  # fmt: skip
-    # A new file before it is a ledger; a folder; the lock file; the null device; a drill's.
+    # A new file before it is a ledger; a folder; the lock file; result files; the null device;
+    # a drill's.
     assert functions_that_call("os.open") == {
         "create_ledger",
-        "_publish",
+        "sync_folder",
         "RunLock.__enter__",
+        "Part._open",
+        "verified",
         "_flushed",
         "be_drilled",
         "Trial._write",
@@ -356,7 +359,7 @@ def test_every_write_is_a_method_named_after_its_fact() -> None:
     """Only record_ methods (and what they share) run the statements that write."""
     writes = {
         "SQL_SET_META", "SQL_SET_PACE", "SQL_ADD", "SQL_CHANGE", "SQL_EVENT", "SQL_DROP_OUTPUTS",
-        "SQL_ADD_OUTPUT", "SQL_RETIRE", "SQL_REPLACE",
+        "SQL_ADD_OUTPUT", "SQL_RETIRE", "SQL_REPLACE", "SQL_SET_FILE", "SQL_SET_PART",
     }  # fmt: skip
     ledger = next(n for n in TREE.body if isinstance(n, ast.ClassDef) and n.name == "Ledger")
     users = {
@@ -370,6 +373,7 @@ def test_every_write_is_a_method_named_after_its_fact() -> None:
         "_add",
         "_change",
         "_event",
+        "_name_outputs",
         "_next_attempt",
     }
     statements = {

@@ -439,6 +439,8 @@ def test_old_ledger_gets_the_new_column_and_keeps_its_rows(desk: Desk) -> None:
     before = desk.jobs()
     with contextlib.closing(sqlite3.connect(desk.path)) as db:
         db.execute("ALTER TABLE jobs DROP COLUMN estimate_micros")
+        db.execute("ALTER TABLE outputs DROP COLUMN etag")
+        db.execute("ALTER TABLE outputs DROP COLUMN part_bytes")
         db.execute("PRAGMA user_version = 1")
         db.commit()
     assert desk.jobs() == before

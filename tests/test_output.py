@@ -39,7 +39,7 @@ def documented() -> dict[str, set[str]]:
     found = {}
     for line in table.splitlines()[3:]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        found[cells[0].strip("`")] = set(re.findall(r"`([a-z_]+)`", cells[2]))
+        found[cells[0].strip("`")] = set(re.findall(r"`([a-z_0-9]+)`", cells[2]))
     return found
 
 
@@ -48,7 +48,15 @@ JOB_FIELDS = {
     "cost_usd", "attempt", "note", "outputs",
 }  # fmt: skip
 SUMMARY_FIELDS = {
-    "run": {"exit_code", "totals", "why", "by_status", "not_in_file", "known_to_sume"},
+    "run": {
+        "exit_code",
+        "totals",
+        "why",
+        "by_status",
+        "not_in_file",
+        "known_to_sume",
+        "not_downloaded",
+    },
     "plan": {
         "exit_code",
         "would_send",
@@ -146,8 +154,9 @@ def test_every_event_is_as_documented_and_every_documented_one_is_seen(
     take(shop.call("cancel", "open", "--yes", "--json"), "cancel")
     take(shop.invoke("retry", "nobody", "--json"), "error")
     seen.update(progress_and_replay(desk))
-    # test_drill and test_money look at those of theirs.
-    assert set(seen) == set(documented()) - {"drill", "line", "audited", "unread", "other_job"}
+    # test_drill, test_money and test_download look at those of theirs.
+    elsewhere = {"drill", "line", "audited", "unread", "other_job", "file"}
+    assert set(seen) == set(documented()) - elsewhere
 
 
 def progress_and_replay(desk: Desk) -> list[str]:
@@ -277,6 +286,7 @@ def test_csv_is_the_jobs_of_json_on_one_line_each(shop: Shop) -> None:
     for cells, job in zip(found, whole, strict=True):
         facts = dict(zip(header, cells, strict=True))
         assert facts.pop("urls").split() == [out["url"] for out in job["outputs"]]
+        assert facts.pop("files") == ""
         assert facts.pop("prompt") == sume_resume.inert(job["prompt"])
         for name, cell in facts.items():
             assert cell == ("" if job[name] is None else str(job[name]))
