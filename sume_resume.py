@@ -4067,16 +4067,18 @@ class Part:
         self.path = path
         while True:
             self._remove_stranger()
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | NO_FOLLOW, 0o666)
-            if not try_lock(fd):
-                os.close(fd)
-                raise PartBusy
-            if _is_at(path, fd):
-                break
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | NO_FOLLOW, 0o666)
+            try:
+                if not try_lock(self._fd):
+                    raise PartBusy
+                if _is_at(path, self._fd):
+                    break
+            except BaseException:
+                self._close()
+                raise
             # It got its final name, or was removed, between open and lock.
-            os.close(fd)
-        self._fd = fd
-        self._forget(os.fstat(fd).st_size)
+            self._close()
+        self._forget(os.fstat(self._fd).st_size)
 
     def _forget(self, size: int) -> None:
         self.size, self.head, self._sha256 = size, b"", hashlib.sha256()
@@ -4095,9 +4097,9 @@ class Part:
         self._close()
 
     def _close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     @property
     def sha256(self) -> str:
@@ -6009,8 +6011,11 @@ def show_bytes(size: int) -> str:
 
 def near(path: str) -> str:
     """Return a path as it is called from here, where it lies below."""
-    here = os.path.join(os.getcwd(), "")
-    return path.removeprefix(here)
+    try:
+        return path.removeprefix(os.path.join(os.getcwd(), ""))
+    except OSError:
+        # The folder is gone.
+        return path
 
 
 def _progress(event: Downloading) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -21,6 +22,7 @@ from servers import FakeJob, FakeSume, File, Media, Reply, Request, Reset, finis
 from servers import error as err
 from test_kill import Zygote, zygote  # noqa: F401  a fixture
 from test_output import events_of
+from test_steps import NETWORK, Fault, disk_full, no_space, unlucky_ledger
 
 import sume_resume
 from sume_resume import (
@@ -30,6 +32,7 @@ from sume_resume import (
     Fetched,
     FileReply,
     Got,
+    LedgerError,
     LinkRefused,
     Output,
     Part,
@@ -1193,6 +1196,115 @@ def test_kill_around_a_file(batch: Batch, zygote: Zygote, point: str) -> None:  
     assert zygote.run(order) == 0, (folder / "log.txt").read_text()
     batch.check("r1", "r2", "r3")
     assert len(desk.server.posts) == 3
+
+
+# -- step n fails, for every n --
+
+
+def check_whole_or_absent(batch: Batch) -> None:
+    known = {file.content for file in batch.media.files.values()}
+    for path in batch.folder.iterdir():
+        assert path.suffix == ".part" or path.read_bytes() in known
+    with open_ledger(batch.desk.path) as ledger:
+        ledger.quick_check()
+        for job in ledger.latest():
+            for output in ledger.outputs(job):
+                if output.path is not None:
+                    content = Path(output.path).read_bytes()
+                    assert hashlib.sha256(content).hexdigest() == output.sha256
+    assert len(batch.desk.server.posts) == 3
+
+
+def ready(batch: Batch) -> None:
+    """Begin anew with three jobs that have ended: one is plain, one breaks off, one was changed."""
+    for path in (*batch.folder.iterdir(), batch.desk.path):
+        path.unlink(missing_ok=True)
+    batch.desk.server.forget()
+    batch.media.files.clear()
+    batch.desk.add(*clips(3))
+    batch.desk.run()
+    for row in ("r1", "r2", "r3"):
+        batch.file(row).etag = '"v1"'
+    batch.file("r2").content = BIG
+    cutting(batch.file("r2"), 100_000)
+    batch.run(scope={"r3"})
+    Path(batch.outputs("r3")[0].path or "").write_bytes(b"changed")
+
+
+@POSIX
+@pytest.mark.parametrize(
+    "name", ["open", "write", "read", "fsync", "replace", "close", "ftruncate", "unlink", "lstat"]
+)
+def test_call_n_to_the_file_system_fails(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Whole or absent, whatever the disk refuses; the next run has all."""
+    original = getattr(os, name)
+    for n in range(1, 80):
+        ready(batch)
+        fault = Fault(n, no_space, after=False)
+        monkeypatch.setattr(os, name, fault.around(original))
+        batch.run()
+        monkeypatch.setattr(os, name, original)
+        for path in batch.folder.glob("*.mp4"):
+            if path.read_bytes() == b"changed":
+                path.unlink()
+        with contextlib.suppress(FileNotFoundError):
+            check_whole_or_absent(batch)
+        assert batch.run().undownloaded == {}
+        check_whole_or_absent(batch)
+        if name == "unlink":
+            # What could not be taken away is still there.
+            for path in batch.folder.glob("*.part"):
+                path.unlink()
+        batch.check("r1", "r2", "r3")
+        if not fault.hit:
+            break
+    assert n > 1
+
+
+@pytest.mark.parametrize(
+    ("step", "after"),
+    [("connect", False), ("send", False), ("send", True), ("receive", False), ("receive", True)],
+)
+def test_call_n_to_the_network_fails(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch, step: str, after: bool
+) -> None:
+    """One failure costs a try and no file."""
+    import httpcore._backends.sync as backend
+
+    owner, name, make = NETWORK[step]
+    original = getattr(getattr(backend, owner), name)
+    hang_up = (lambda *args: None) if step == "connect" else (lambda stream, *_: stream.close())
+    for n in range(1, 200):
+        ready(batch)
+        fault = Fault(n, make, after, hang_up)
+        monkeypatch.setattr(getattr(backend, owner), name, fault.around(original))
+        ending = batch.run()
+        monkeypatch.setattr(getattr(backend, owner), name, original)
+        assert ending.undownloaded == {}
+        batch.check("r1", "r2", "r3")
+        assert len(batch.desk.server.posts) == 3
+        if not fault.hit:
+            break
+    assert n > 3
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("wanted", ["execute", "commit"])
+def test_statement_n_of_the_ledger_fails(batch: Batch, wanted: str, after: bool) -> None:
+    """A file that is there and not recorded is had again; nothing else is lost."""
+    for n in range(1, 400):
+        ready(batch)
+        fault = Fault(n, disk_full, after)
+        with contextlib.suppress(LedgerError):
+            batch.run(make_ledger=unlucky_ledger(fault, wanted))
+        assert batch.run().undownloaded == {}
+        check_whole_or_absent(batch)
+        batch.check("r1", "r2", "r3")
+        if not fault.hit:
+            break
+    assert n > (5 if wanted == "commit" else 20)
 
 
 # -- the command --

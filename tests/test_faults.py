@@ -109,7 +109,7 @@ FAULTS: dict[str, str] = {
     "disk full in a download": "download:full_disk_stops download:file_size_limit",
     "download that is cut, or no clip": "download:a_file_that_is_cut download:what_is_no_clip",
     "part of another object": "download:a_part_without_proof download:another_object_is_begun",
-    "link that has expired": "download:an_expired_link_is_refreshed download:a_link_that_stays_dead",
+    "link that has expired": "download:an_expired_link_is download:a_link_that_stays_dead",
     "link to another host, inside, or redirected": "download:another_origin_gets_no_key"
     " download:a_link_or_a_redirect download:a_name_that_leads_inside download:key_does_not_follow",
     "link whose spelling is signed": "download:path_and_query_reach_the_wire",
