@@ -36,6 +36,7 @@ The rooms, top to bottom; a name is used only below the place where it is define
     pacing       pure: budgets, gates and the queue window
     schema       all SQL text of the ledger
     files        locks, and names that last: what SQLite does not do
+    database     SQLite and Postgres: how statements reach them, what their errors mean
     ledger       one method per fact; nothing else writes
     api          one HTTP request and its answer; knows no ledger
     download     one result file: its part, its proof, its name
@@ -272,6 +273,7 @@ Exit codes:
 #   ├── LockedError     7  another run holds the ledger
 #   ├── LedgerError     8  the ledger cannot be used
 #   │   └── LedgerBusy  8  another process is writing; waiting may help
+#   │       └── LedgerLost  8  the connection to it broke; what was not committed is undone
 #   └── RowChanged      2  another process changed the row first (never leaves a run)
 
 
@@ -319,6 +321,10 @@ class LedgerError(SumeResumeError):
 
 class LedgerBusy(LedgerError):
     """Another process is writing to the ledger."""
+
+
+class LedgerLost(LedgerBusy):
+    """The connection to the ledger broke: its transaction is undone, or its commit not known."""
 
 
 class Stopped(BaseException):
@@ -2579,8 +2585,9 @@ SQL_DUE_SPAN = """
 SQL_COUNTS = "SELECT status, count(*) FROM jobs WHERE latest = 1 GROUP BY status"
 SQL_MONEY = """
     SELECT coalesce(sum(cost_micros), 0),
-           coalesce(sum(cost_micros IS NULL AND first_sent_at IS NOT NULL
-                        AND (status <> :rejected OR job_id IS NOT NULL)), 0),
+           count(*) FILTER (
+               WHERE cost_micros IS NULL AND first_sent_at IS NOT NULL
+                     AND (status <> :rejected OR job_id IS NOT NULL)),
            count(cost_micros),
            coalesce(sum(estimate_micros) FILTER (
                WHERE cost_micros IS NULL AND first_sent_at IS NOT NULL
@@ -2658,9 +2665,9 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-# --- ledger ------------------------------------------------------------------
-# The durable truth. Every write is a method named after the fact it records; a fact is
-# a compare-and-set with a line of history in the same transaction.
+# --- database ----------------------------------------------------------------
+# SQLite and Postgres: how statements reach them, and what their errors mean.
+
 
 _SQLITE_MAGIC = b"SQLite format 3\x00"
 # Files that this process has open: reading one with open() and closing it again would
@@ -2698,16 +2705,6 @@ def check_header(path: Path) -> None:
         )
 
 
-@dataclass(slots=True)
-class Added:
-    """What adding an input did."""
-
-    new: int = 0
-    existing: int = 0
-    replaced: int = 0
-    rows: set[str] = field(default_factory=set)
-
-
 _BUSY = "another process is writing to it; try again"
 # Ends of the names of files that stand beside a ledger for a while.
 _SIDE_FILES = ("-journal", "-wal", "-shm", ".lock", ".new")
@@ -2731,8 +2728,123 @@ def check_free(path: Path) -> None:
         raise UsageError(f"{path}: is there already, and is not replaced; name another file")
 
 
+class Sqlite:
+    """A connection to a ledger that is a file, in this process alone."""
+
+    # One run at a time holds it, by a lock of the system: no attempt needs a lease.
+    shared = False
+    begin_sql = SQL_BEGIN
+    migrations = MIGRATIONS
+
+    def __init__(self, path: Path) -> None:
+        """Connect to an existing file. Raises LedgerError when it cannot be opened."""
+        self.name = str(path)
+        self._real = os.path.realpath(path)
+        with self.translated():
+            self._db = sqlite3.connect(
+                Path(self._real).as_uri() + "?mode=rw",
+                uri=True,
+                timeout=BUSY_TIMEOUT_MS / 1000,
+                isolation_level=None,
+            )
+        _connected[self._real] += 1
+
+    def close(self) -> None:
+        self._db.close()
+        _connected[self._real] -= 1
+
+    def set_up(self) -> None:
+        """Set the pragmas, and read them back."""
+        for statement, check, expected in PRAGMAS:
+            self.execute(statement, {})
+            value = self.execute(check, {}).fetchone()[0]
+            if value != expected:
+                raise LedgerError(f"{self.name}: {check} is {value}, not {expected}")
+
+    def version(self) -> int:
+        """Return the version of its schema."""
+        return cast(int, self.execute(SQL_VERSION, {}).fetchone()[0])
+
+    @property
+    def in_transaction(self) -> bool:
+        return self._db.in_transaction
+
+    def execute(self, sql: str, values: Mapping[str, object]) -> sqlite3.Cursor:
+        """Run one statement. Raises LedgerError and its kinds."""
+        with self.translated():
+            return self._db.execute(sql, values)
+
+    def insert(self, sql: str, values: Mapping[str, object]) -> int | None:
+        """Run an INSERT; return the id of its line, or None where it made none."""
+        cursor = self.execute(sql, values)
+        return cursor.lastrowid if cursor.rowcount else None
+
+    @contextlib.contextmanager
+    def translated(self, name: str | None = None) -> Iterator[None]:
+        """Turn SQLite's errors into ours: which file, what failed, what helps."""
+        name = name or self.name
+        try:
+            yield
+        except sqlite3.Error as exc:
+            code = (getattr(exc, "sqlite_errorcode", None) or 0) & 0xFF
+            text, kind = f"{name}: {exc}", LedgerError
+            match code:
+                case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
+                    kind = LedgerBusy
+                    text = f"{name}: {_BUSY}"
+                case sqlite3.SQLITE_FULL:
+                    text = f"{name}: the disk is full; free some space, then run again"
+                case sqlite3.SQLITE_IOERR:
+                    text += " (check the disk and its free space, then run again)"
+                case sqlite3.SQLITE_READONLY if exc.sqlite_errorname == "SQLITE_READONLY_DBMOVED":
+                    text = f"{name}: was removed or replaced while it was in use"
+                case sqlite3.SQLITE_READONLY | sqlite3.SQLITE_CANTOPEN:
+                    text += " (the file and its folder must be writable)"
+                case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
+                    text += "; it is damaged: keep it, and go on from a backup of it"
+            raise kind(text) from exc
+
+    def check(self) -> None:
+        """Raise LedgerError if a small ledger is damaged; a large one is not checked."""
+        if os.stat(self._real).st_size < QUICK_CHECK_MAX_BYTES:
+            said = self.execute(SQL_QUICK_CHECK, {}).fetchone()[0]
+            if said != "ok":
+                raise LedgerError(
+                    f"{self.name}: is damaged ({inert(said)}); keep it, and go on from a backup"
+                )
+
+    def version_of_data(self) -> int:
+        """Return a number that changes when another connection has written."""
+        return cast(int, self.execute(SQL_DATA_VERSION, {}).fetchone()[0])
+
+    def copy_to(self, target: sqlite3.Connection) -> None:
+        """Copy all of it as it is at one moment. Raises LedgerBusy, sqlite3.Error."""
+
+        def busy(code: int, remaining: int, total: int) -> None:
+            # backup() itself would ask for ever.
+            if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                raise LedgerBusy(f"{self.name}: {_BUSY}")
+
+        self._db.backup(target, progress=busy)
+
+
+# --- ledger ------------------------------------------------------------------
+# The durable truth. Every write is a method named after the fact it records; a fact is
+# a compare-and-set with a line of history in the same transaction.
+
+
+@dataclass(slots=True)
+class Added:
+    """What adding an input did."""
+
+    new: int = 0
+    existing: int = 0
+    replaced: int = 0
+    rows: set[str] = field(default_factory=set)
+
+
 class Ledger:
-    """One SQLite file. Use `open_ledger` or `create_ledger` to get one."""
+    """The rows and all that is known of them. Use `open_ledger` or `create_ledger` to get one."""
 
     def __init__(self, path: Path) -> None:
         """Connect to an existing ledger, set and check its pragmas, migrate it.
@@ -2743,25 +2855,17 @@ class Ledger:
         # Asked after each wait for another process's lock: returns to wait on, raises to
         # give up. By itself a ledger gives up after one wait.
         self.on_busy: Callable[[LedgerBusy, int], None] = _give_up
-        self._real = os.path.realpath(path)
         self._in_transaction = False
-        with self._translated():
-            self._db = sqlite3.connect(
-                Path(self._real).as_uri() + "?mode=rw",
-                uri=True,
-                timeout=BUSY_TIMEOUT_MS / 1000,
-                isolation_level=None,
-            )
-        _connected[self._real] += 1
+        self._db = Sqlite(path)
         try:
-            self._set_up()
+            self._db.set_up()
+            self._migrate()
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         self._db.close()
-        _connected[self._real] -= 1
 
     def __enter__(self) -> Ledger:
         return self
@@ -2771,48 +2875,7 @@ class Ledger:
 
     # -- connection --
 
-    def _set_up(self) -> None:
-        for statement, check, expected in PRAGMAS:
-            self._execute(statement)
-            value = self._one(check)[0]
-            if value != expected:
-                raise LedgerError(f"{self.path}: {check} is {value}, not {expected}")
-        if self._one(SQL_VERSION)[0] == SCHEMA_VERSION:
-            return
-        for version, step in enumerate(MIGRATIONS):
-            with self.transaction():
-                # Asked under the write lock: another process may be doing the same.
-                if self._one(SQL_VERSION)[0] > version:
-                    continue
-                for statement in step:
-                    self._execute(statement)
-
-    @contextlib.contextmanager
-    def _translated(self, path: Path | None = None) -> Iterator[None]:
-        """Turn SQLite's errors into ours: which file, what failed, what helps."""
-        path = path or self.path
-        try:
-            yield
-        except sqlite3.Error as exc:
-            code = (getattr(exc, "sqlite_errorcode", None) or 0) & 0xFF
-            text, kind = f"{path}: {exc}", LedgerError
-            match code:
-                case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
-                    kind = LedgerBusy
-                    text = f"{path}: {_BUSY}"
-                case sqlite3.SQLITE_FULL:
-                    text = f"{path}: the disk is full; free some space, then run again"
-                case sqlite3.SQLITE_IOERR:
-                    text += " (check the disk and its free space, then run again)"
-                case sqlite3.SQLITE_READONLY if exc.sqlite_errorname == "SQLITE_READONLY_DBMOVED":
-                    text = f"{path}: was removed or replaced while it was in use"
-                case sqlite3.SQLITE_READONLY | sqlite3.SQLITE_CANTOPEN:
-                    text += " (the file and its folder must be writable)"
-                case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
-                    text += "; it is damaged: keep it, and go on from a backup of it"
-            raise kind(text) from exc
-
-    def _execute(self, sql: str, **values: object) -> sqlite3.Cursor:
+    def _execute(self, sql: str, **values: object) -> Any:
         """Run one statement, and wait where another process holds the ledger.
 
         Only the start of a transaction, its commit, and reads outside of one can meet such
@@ -2820,17 +2883,29 @@ class Ledger:
         """
         for tries in count(1):
             try:
-                with self._translated():
-                    return self._db.execute(sql, values)
+                return self._db.execute(sql, values)
             except LedgerBusy as exc:
                 self.on_busy(exc, tries)
         raise AssertionError("count() has no end")
+
+    def _migrate(self) -> None:
+        """Bring an older schema up to date, a step in one commit each."""
+        steps = self._db.migrations
+        if self._db.version() == len(steps):
+            return
+        for version, step in enumerate(steps):
+            with self.transaction():
+                # Asked under the write lock: another process may be doing the same.
+                if self._db.version() > version:
+                    continue
+                for statement in step:
+                    self._execute(statement)
 
     def _one(self, sql: str, **values: object) -> Any:
         return self._execute(sql, **values).fetchone()
 
     def _all(self, sql: str, **values: object) -> list[Any]:
-        return self._execute(sql, **values).fetchall()
+        return list(self._execute(sql, **values).fetchall())
 
     def _jobs(self, sql: str, **values: object) -> list[Job]:
         return [_job_from(line) for line in self._all(sql, **values)]
@@ -2852,7 +2927,7 @@ class Ledger:
         if self._in_transaction:
             yield
             return
-        self._execute(SQL_BEGIN)
+        self._execute(self._db.begin_sql)
         self._in_transaction = True
         try:
             yield
@@ -2872,12 +2947,7 @@ class Ledger:
 
     def quick_check(self) -> None:
         """Raise LedgerError if a small ledger is damaged; a large one is not checked."""
-        if os.stat(self._real).st_size < QUICK_CHECK_MAX_BYTES:
-            said = self._one(SQL_QUICK_CHECK)[0]
-            if said != "ok":
-                raise LedgerError(
-                    f"{self.path}: is damaged ({inert(said)}); keep it, and go on from a backup"
-                )
+        self._db.check()
 
     def meta(self, name: str) -> str | None:
         line = self._one(SQL_META, name=name)
@@ -2944,7 +3014,7 @@ class Ledger:
 
     def data_version(self) -> int:
         """Return a number that changes when another connection has written."""
-        return cast(int, self._one(SQL_DATA_VERSION)[0])
+        return self._db.version_of_data()
 
     def sent(self, batch: int = 1000) -> Iterator[Job]:
         """Yield every attempt that may have been bought, in order."""
@@ -2987,11 +3057,6 @@ class Ledger:
         """
         import tempfile
 
-        def busy(code: int, remaining: int, total: int) -> None:
-            # backup() itself would ask for ever.
-            if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-                raise LedgerBusy(f"{self.path}: {_BUSY}")
-
         check_new_name(path)
         check_free(path)
         try:
@@ -3001,8 +3066,8 @@ class Ledger:
             raise UsageError(f"{path}: cannot be made: {exc.strerror}") from exc
         try:
             os.close(fd)
-            with self._translated(path), contextlib.closing(sqlite3.connect(name)) as copy:
-                self._db.backup(copy, progress=busy)
+            with self._db.translated(str(path)), contextlib.closing(sqlite3.connect(name)) as copy:
+                self._db.copy_to(copy)
             _publish(Path(name), path)
         except FileExistsError as exc:
             raise UsageError(f"{path}: was made by another process meanwhile") from exc
@@ -3075,12 +3140,10 @@ class Ledger:
 
     def _add(self, row: NewRow, attempt: int, namespace: str, now_ms: int, why: str) -> bool:
         key = idempotency_key(namespace, row.kind, row.row, row.body, attempt)
-        cursor = self._execute(
-            SQL_ADD, **row._asdict(), attempt=attempt, key=key, status=Status.QUEUED, now=now_ms
-        )
-        if not cursor.rowcount:
+        facts = row._asdict() | {"attempt": attempt, "key": key}
+        job = self._db.insert(SQL_ADD, facts | {"status": Status.QUEUED, "now": now_ms})
+        if job is None:
             return False
-        job = cast(int, cursor.lastrowid)
         self._event(Recorded(0, now_ms, job, "added", None, Status.QUEUED, why))
         return True
 

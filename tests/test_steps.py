@@ -95,7 +95,8 @@ def no_space() -> OSError:
 def unlucky_ledger(fault: Fault, wanted: str) -> Callable[[Path], Ledger]:
     def make(path: Path) -> Ledger:
         ledger = open_ledger(path)
-        ledger._db = FailingDb(ledger._db, fault, wanted)  # type: ignore[assignment]
+        file = ledger._db
+        file._db = FailingDb(file._db, fault, wanted)  # type: ignore[assignment]
         return ledger
 
     return make
