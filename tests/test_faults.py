@@ -163,7 +163,7 @@ def test_answer_that_drips_is_given_up_at_the_total_deadline(errand: str) -> Non
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         client = Sume(Account(url + "/v1", url, "k"), Dripping(), False)
         if errand == "submit":
-            answer = client.submit("video", "key", b"{}", lambda: False)
+            answer = client.submit("video", "key", b"{}", lambda: None)
         else:
             answer = client.read("video", "job_1")
         client.close()
@@ -226,6 +226,9 @@ def test_kill_in_a_migration_leaves_one_schema_or_the_other(shop: Shop, when: st
         db.execute("ALTER TABLE jobs DROP COLUMN estimate_micros")
         db.execute("ALTER TABLE outputs DROP COLUMN etag")
         db.execute("ALTER TABLE outputs DROP COLUMN part_bytes")
+        db.execute("ALTER TABLE outputs DROP COLUMN part_url")
+        for column in ("token", "lease_until", "worker"):
+            db.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
         db.execute("PRAGMA user_version = 1")
     kill = "os.kill(os.getpid(), 9)"
     code = "import os, sume_resume as s; real = s.Ledger._commit\ndef dies(self):\n"
@@ -330,7 +333,7 @@ def as_an_ordinary_user(work: Callable[[], Any]) -> Any:
 @POSIX
 def test_folder_that_an_ordinary_user_may_only_read(open_folder: Path, server: FakeSume) -> None:
     """`status` works or says why; a run is refused before any POST; no byte changes."""
-    desk = Desk(open_folder / "jobs.db", server, clock=None)  # type: ignore[arg-type]
+    desk = Desk(str(open_folder / "jobs.db"), open_folder, server, clock=None)  # type: ignore[arg-type]
     desk.add(*clips(2))
     desk.path.chmod(0o644)
     (open_folder / "clips.jsonl").write_bytes(jsonl(*clips(3)))

@@ -47,6 +47,8 @@ QUICK = {
 }
 # Reached by a race that a scenario cannot steer; test_engine has a test for each.
 RACES = {"record_unclaimed", "record_late_id"}
+# Claims, which a file does not need.
+CLAIMS = {"record_claimed", "record_renewed", "record_handed_back", "record_left"}
 # Facts of caps and audits; test_money kills at them.
 MONEY = {"record_estimates", "record_cost"}
 # Facts of downloads; test_download kills at them.
@@ -67,7 +69,7 @@ POINTS = [
     for name in [*child.recording_methods(), *child.API_CALLS]
     for when in ("before", "after")
     for nth in (1, 2)
-    if name not in {*RACES, *DECIDED, *MONEY, *FILES}
+    if name not in {*RACES, *CLAIMS, *DECIDED, *MONEY, *FILES}
 ]
 # These happen once in the life of a ledger, or once a run.
 ONCE = {"record_namespace", "record_account", "record_added"}
@@ -250,7 +252,7 @@ def prepare(desk: Desk, method: str) -> None:
     desk.run(deadline_s=60, limit=3, concurrency=2)
     desk.server.final, desk.server.reads_to_finish = finished, 1
     desk.server.jobs["job_found"] = FakeJob("job_found", "by hand", b"{}")
-    (desk.path.parent / "b.jsonl").write_bytes(jsonl({"id": "refused", "prompt": "other."}))
+    (desk.folder / "b.jsonl").write_bytes(jsonl({"id": "refused", "prompt": "other."}))
 
 
 @pytest.mark.parametrize("when", ["before", "after", "commit"])
@@ -280,13 +282,13 @@ def test_kill_in_a_decision_leaves_it_undone_or_done(
     order = {
         "args": [*DECIDED[method]],
         "env": {"SUME_API_KEY": desk.key, "SUME_API_BASE_URL": desk.server.url},
-        "folder": str(desk.path.parent),
-        "log": str(desk.path.parent / "log.txt"),
+        "folder": str(desk.folder),
+        "log": str(desk.folder / "log.txt"),
     }
     posts = len(desk.server.posts)
     point = "_commit:after:1" if when == "commit" else f"{method}:{when}:1"
     assert zygote.run(order | {"point": point}) in (-9, 137)
-    with open_ledger(desk.path) as ledger:
+    with open_ledger(desk.place) as ledger:
         ledger.quick_check()
         assert all(job.latest for job in ledger.latest())
     code = zygote.run(order)
@@ -294,9 +296,9 @@ def test_kill_in_a_decision_leaves_it_undone_or_done(
     own_commit = method in ("record_found", "record_cancel_asked")
     committed = when == "commit" or (when == "after" and own_commit)
     said_twice = committed and method not in ("record_replaced", "record_cancel_asked")
-    assert code == (2 if said_twice else 0), (desk.path.parent / "log.txt").read_text()
+    assert code == (2 if said_twice else 0), (desk.folder / "log.txt").read_text()
     desk.run()
-    with open_ledger(desk.path) as ledger:
+    with open_ledger(desk.place) as ledger:
         job = ledger.find(row)
     assert (job.attempt, str(job.status)) == (attempt, status)
     assert job.prompt == ("other." if method == "record_replaced" else f"{row}.")

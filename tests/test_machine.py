@@ -93,7 +93,7 @@ class Life(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.server = FakeSume().__enter__()
         self.clock = FakeClock()
-        self.desk = Desk(self.folder / "jobs.db", self.server, self.clock)
+        self.desk = Desk(str(self.folder / "jobs.db"), self.folder, self.server, self.clock)
         self.server.watch = self.forget_old_keys
         self.server.now = self.clock.elapsed_ms
         self.rows: dict[str, dict[str, Any]] = {}
@@ -124,7 +124,7 @@ class Life(RuleBasedStateMachine):
     def edit(self, data: st.DataObject) -> None:
         """An edited row is refused, and changes nothing."""
         row = data.draw(st.sampled_from(sorted(self.rows)))
-        with open_ledger(self.desk.path) as ledger:
+        with open_ledger(self.desk.place) as ledger:
             there = ledger.job_of_row(row)
         if there is None:
             return
@@ -160,8 +160,9 @@ class Life(RuleBasedStateMachine):
             )
         except Killed:
             return
-        with open_ledger(self.desk.path) as ledger_:
-            code, _ = sume_resume._summarize(ledger_, ending, None, None, sume_resume.Voice(False))
+        with open_ledger(self.desk.place) as ledger_:
+            voice = sume_resume.Voice(False)
+            code, _ = sume_resume._summarize(ledger_, ending, None, None, None, voice)
             left = {job.status for job in ledger_.latest()}
         # P6: 0 says that every row is completed, 1 that all are final, and nothing else does.
         assert (code is Exit.DONE) == (left == {Status.COMPLETED} and ending.halt is None)

@@ -56,6 +56,7 @@ SUMMARY_FIELDS = {
         "not_in_file",
         "known_to_sume",
         "not_downloaded",
+        "downloads_cut",
     },
     "plan": {
         "exit_code",
@@ -69,7 +70,7 @@ SUMMARY_FIELDS = {
     "other": {"exit_code", "totals"},
     "error": {"exit_code"},
     "drill": {"exit_code", "lines", "failed"},
-    "audit": {"exit_code", "totals", "flagged", "unknown_to_sume"},
+    "audit": {"exit_code", "totals", "flagged", "not_compared", "unknown_to_sume"},
 }
 
 
@@ -154,8 +155,8 @@ def test_every_event_is_as_documented_and_every_documented_one_is_seen(
     take(shop.call("cancel", "open", "--yes", "--json"), "cancel")
     take(shop.invoke("retry", "nobody", "--json"), "error")
     seen.update(progress_and_replay(desk))
-    # test_drill, test_money and test_download look at those of theirs.
-    elsewhere = {"drill", "line", "audited", "unread", "other_job", "file"}
+    # test_drill, test_money, test_download and test_workers look at those of theirs.
+    elsewhere = {"drill", "line", "audited", "unread", "other_job", "file", "moved"}
     assert set(seen) == set(documented()) - elsewhere
 
 
@@ -389,7 +390,7 @@ def test_long_plan_names_the_first_rows(shop: Shop) -> None:
 def test_plan_keeps_the_order_of_the_run(desk: Desk) -> None:
     desk.add(*clips(3))
     changed = [{"id": "r1", "prompt": "other.", "duration": 9}, *clips(3)[1:]]
-    rows = desk.path.parent / "c.jsonl"
+    rows = desk.folder / "c.jsonl"
     rows.write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in changed))
     done = desk.command("run", str(rows), "--dry-run", "--replace", "--limit", "1", "--json")
     assert [line["row"] for line in events_of(done, "plan")[:-1]] == ["r1"]

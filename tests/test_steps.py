@@ -96,6 +96,7 @@ def unlucky_ledger(fault: Fault, wanted: str) -> Callable[[Path], Ledger]:
     def make(path: Path) -> Ledger:
         ledger = open_ledger(path)
         file = ledger._db
+        assert isinstance(file, sume_resume.Sqlite)
         file._db = FailingDb(file._db, fault, wanted)  # type: ignore[assignment]
         return ledger
 
@@ -121,7 +122,7 @@ def behave(desk: Desk) -> None:
 def check_promises(desk: Desk) -> None:
     charges = Counter(json.loads(job.body)["prompt"] for job in desk.server.charges)
     assert all(count == 1 for count in charges.values()), charges
-    with open_ledger(desk.path) as ledger:
+    with open_ledger(desk.place) as ledger:
         ledger.quick_check()
         jobs = list(ledger.latest())
         totals = ledger.totals()
@@ -131,7 +132,7 @@ def check_promises(desk: Desk) -> None:
         if job.job_id is not None:
             assert desk.server.jobs[job.job_id].key == job.key
     assert totals.cost_micros == 100_000 * sum(job.cost_micros is not None for job in jobs)
-    for path in desk.path.parent.iterdir():
+    for path in desk.folder.iterdir():
         assert desk.key.encode() not in path.read_bytes(), path
 
 
@@ -210,14 +211,14 @@ def test_call_n_to_the_file_system_fails(
     original = getattr(os, name)
     copy = desk.path.with_name("copy.db")
     for n in range(1, 60):
-        for path in desk.path.parent.iterdir():
+        for path in desk.folder.iterdir():
             path.unlink()
         fault = Fault(n, no_space, after=False)
         monkeypatch.setattr(os, name, fault.around(original))
         with contextlib.suppress(SumeResumeError, OSError):
             with sume_resume.RunLock(desk.path):
                 desk.add(*ROWS)
-            with open_ledger(desk.path) as ledger:
+            with open_ledger(desk.place) as ledger:
                 ledger.copy_to(copy)
         monkeypatch.setattr(os, name, original)
         for path in (desk.path, copy):
@@ -228,7 +229,7 @@ def test_call_n_to_the_file_system_fails(
         with sume_resume.RunLock(desk.path):
             desk.add(*ROWS)
         assert len(desk.jobs()) == len(ROWS)
-        left = {path.name for path in desk.path.parent.iterdir()}
+        left = {path.name for path in desk.folder.iterdir()}
         assert left <= {"jobs.db", "copy.db"}, left
         if not fault.hit:
             break
