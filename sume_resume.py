@@ -51,6 +51,7 @@ The rooms, top to bottom; a name is used only below the place where it is define
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import errno
 import functools
@@ -415,6 +416,11 @@ class Dsn:
 
     def __str__(self) -> str:
         return self.shown
+
+    @property
+    def url(self) -> str:
+        """Return what names it to another process; it may hold the password."""
+        return f"{self.conninfo}{'&' if '?' in self.conninfo else '?'}schema={self.schema}"
 
 
 # Where a ledger is.
@@ -2379,8 +2385,11 @@ class Pacing:
         """Go on where an earlier process stopped; `kept` returns ms UTC by name."""
         for name, budget in (("writes", self.writes), ("reads", self.reads)):
             last = kept(name)
-            if last is not None:
+            if last is not None and last <= now_ms:
                 budget.seed(now_s, (now_ms - last) / 1000)
+            elif last is not None and not budget.ready_s:
+                # The clock was set back since: as if it had been used just now.
+                budget.seed(now_s, 0.0)
         for name, gate in self._lasting.items():
             until = kept(name)
             left_s = (until - now_ms) / 1000 if until is not None else 0.0
@@ -2763,6 +2772,7 @@ POSTGRES_BEGIN = (
     " SET LOCAL idle_in_transaction_session_timeout = '120s'"
 )
 POSTGRES_HAS_META = "SELECT to_regclass('SCHEMA_NAME.meta') IS NOT NULL"
+POSTGRES_DROP = "DROP SCHEMA IF EXISTS SCHEMA_NAME CASCADE"
 POSTGRES_NOW = "SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint"
 POSTGRES_DATA_VERSION = "SELECT coalesce(max(id), 0) FROM events"
 
@@ -2934,6 +2944,13 @@ SQL_CLAIMABLE_ENDED = """
     LIMIT :limit
 """
 POSTGRES_SKIP_LOCKED = " FOR UPDATE OF jobs SKIP LOCKED"
+# Ended, and lacking a file, whoever has it.
+SQL_LACKING = """
+    SELECT * FROM jobs
+    WHERE latest = 1 AND finished_at IS NOT NULL AND job_id IS NOT NULL
+      AND EXISTS (SELECT 1 FROM outputs WHERE outputs.job = jobs.id AND sha256 IS NULL)
+    ORDER BY id
+"""
 # Asked in one statement: other workers move rows on from one status to the next meanwhile.
 SQL_UNDER_WAY = """
     SELECT count(*) FROM (
@@ -3610,6 +3627,10 @@ class Ledger:
     def claimable_ended(self, now_ms: int, after: int) -> list[Job]:
         """Return attempts that ended and lack a file, which no other worker sees to."""
         return self._claim(SQL_CLAIMABLE_ENDED, CLAIM_ROWS, now=now_ms, after=after)
+
+    def lacking(self) -> list[Job]:
+        """Return attempts that ended and lack a file, also those that another worker sees to."""
+        return self._jobs(SQL_LACKING)
 
     def _claim(self, sql: str, limit: int, **values: object) -> list[Job]:
         # No lease and no wait reaches further: the clock has moved.
@@ -6037,14 +6058,28 @@ class Deliveries:
         """Say whether any file is still to be looked after."""
         if self.halted:
             return self._flying > 0
-        if self._flying or self._waiting or self._ended or self._all_begun:
-            return bool(self._flying or self._waiting or self._ended)
+        if self._flying or self._waiting or self._ended:
+            return True
         if self._ledger.shared:
-            return any(self._wants(job) for job in self._batch(now_ms))
+            return self._is_elsewhere()
+        if self._all_begun:
+            return False
         following = self._next_ended(now_ms)
         if following is not None:
             self._waiting.append((0.0, following.job.id, following))
         return following is not None
+
+    def _is_elsewhere(self) -> bool:
+        """Say whether a row lacks a file that this run has not given up; look for it again.
+
+        Another worker may have it, or died while it had: then it is free after its lease.
+        """
+        rows = (job for job in self._ledger.lacking() if self._wants(job))
+        if all(job.row in self.failed for job in rows):
+            return False
+        self._after, self._all_begun = 0, False
+        self._mine.clear()
+        return True
 
     def in_hand(self) -> bool:
         """Say whether files are on their way, or wait for another try."""
@@ -6125,7 +6160,9 @@ class Deliveries:
         while batch := self._batch(now_ms):
             for job in batch:
                 self._after = job.id
-                if job.id not in self._mine and self._wants(job):
+                if job.id in self._mine or not self._wants(job):
+                    continue
+                if not (self._ledger.shared and job.row in self.failed):
                     return job
         self._all_begun = True
         return None
@@ -6729,7 +6766,8 @@ class Engine:
             # What is shown and counted of it is out of date.
             self._loaded_s = float("-inf")
             if call.delivery is not None and self._deliveries is not None:
-                call.delivery.trouble = exc.why
+                # On Postgres another worker has it, and its file is looked for again.
+                call.delivery.trouble = "" if self._ledger.shared else exc.why
                 self._deliveries.done(call.delivery)
             if isinstance(meaning, Outcome) and meaning.job_id is not None:
                 self._record_late(call, meaning.job_id, now_ms)
@@ -8362,6 +8400,8 @@ DRILL_CONSTANTS = {
     "BACKOFF_CAP_S": 0.2,
     "TICK_S": 0.05,
 }
+# On Postgres the rows of a killed process are free after its lease.
+DRILL_LEASES = {"LEASE_S": 1.2, "POST_DEADLINE_S": 0.6}
 # A process that takes longer than this hangs; a busy machine takes seconds.
 DRILL_LIMIT_S = 60.0
 # Kills at the first commits, whatever they hold.
@@ -8374,7 +8414,8 @@ DRILL_POSTS = 8
 DRILL_UNREACHED = {
     "record_found", "record_cancel_asked", "record_unclaimed", "record_late_id",
     "record_estimates", "record_named", "record_part", "record_lost",
-    "record_undownloaded", "record_renewed", "cancel", "jobs",
+    "record_undownloaded", "record_renewed", "record_moving", "record_moved",
+    "record_move_undone", "record_copy_of", "cancel", "jobs",
 }  # fmt: skip
 
 _RUN: tuple[str, ...] = (
@@ -8456,6 +8497,7 @@ def be_drilled(
     commands: Sequence[Sequence[str]],
     point: str | None,
     report_file: str,
+    shared: bool,
 ) -> NoReturn:
     """Be the process of a trial: run commands, count calls, and die at the point.
 
@@ -8463,7 +8505,7 @@ def be_drilled(
     commit that holds this fact. The methods are replaced in subclasses, so that no code of a
     normal run knows of drills. Codes, counts and times go to `report_file`.
     """
-    globals().update(DRILL_CONSTANTS)
+    globals().update(DRILL_CONSTANTS | (DRILL_LEASES if shared else {}))
     mine = Mine(point)
     for base in (Ledger, Sume, Part):
         mined = {
@@ -8546,9 +8588,18 @@ class Trial:
     """Runs one line in a folder of its own, against a stand-in that outlives the kills."""
 
     def __init__(
-        self, line: DrillLine, folder: Path, script: Path, environ: Mapping[str, str]
+        self,
+        line: DrillLine,
+        folder: Path,
+        script: Path,
+        environ: Mapping[str, str],
+        server: Dsn | None = None,
     ) -> None:
+        """With `server` the ledger is a schema of its own there, which is dropped at the end."""
         self.line, self.folder, self._script, self._environ = line, folder, script, environ
+        self.place: Place = folder / DEFAULT_LEDGER
+        if server is not None:
+            self.place = dataclasses.replace(server, schema=f"drill_{os.urandom(6).hex()}")
         self._clock = Clock()
         self.rows = drill_rows(line.fault)
         self.problems: list[str] = []
@@ -8568,6 +8619,7 @@ class Trial:
             self.problems.append(str(exc))
         finally:
             self.stop()
+            self._drop()
         return Drilled(self.line, 0, 0, 0, 0, len(self.rows), 0.0, self.problems, {})
 
     def _run(self) -> Drilled:
@@ -8600,6 +8652,15 @@ class Trial:
             child.kill()
             child.wait()
 
+    def _drop(self) -> None:
+        """Take the schema of a trial away again."""
+        if isinstance(self.place, Dsn):
+            with (
+                contextlib.suppress(LedgerError),
+                contextlib.closing(Postgres(self.place)) as database,
+            ):
+                database.execute(POSTGRES_DROP, {})
+
     # -- processes --
 
     def _first(self) -> None:
@@ -8608,7 +8669,7 @@ class Trial:
         line = self.line
         for kill_s in line.kills_s:
             child = self._start(DRILL_COMMANDS, None)
-            while child.poll() is None and not (self.folder / DEFAULT_LEDGER).exists():
+            while child.poll() is None and not ledger_exists(self.place):
                 self._clock.sleep(0.005)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(kill_s)
@@ -8644,7 +8705,7 @@ class Trial:
             for _, name in crash_methods():
                 if name not in reached:
                     self.problems.append(f"{name} was not called")
-        with open_ledger(self.folder / DEFAULT_LEDGER) as ledger:
+        with open_ledger(self.place) as ledger:
             again = [ledger.find(row).attempt for row in ("refused", "conflict")]
             more = ledger.find("more")
         if again != [2, 2]:
@@ -8679,16 +8740,19 @@ class Trial:
 
         if self._stopped:
             raise SumeResumeError("the drill was stopped")
+        shared = isinstance(self.place, Dsn)
         # By its path: the file may have any name.
         code = (
             "import sys; from importlib import util; "
             f"spec = util.spec_from_file_location('drilled', {str(self._script)!r}); "
             "drilled = sys.modules['drilled'] = util.module_from_spec(spec); "
             "spec.loader.exec_module(drilled); "
-            f"drilled.be_drilled(drilled.app, {commands!r}, {point!r}, {report!r})"
+            f"drilled.be_drilled(drilled.app, {commands!r}, {point!r}, {report!r}, {shared!r})"
         )
         keep = {name: text for name, text in self._environ.items() if not name.startswith("SUME_")}
         settings = {"SUME_API_KEY": DRILL_KEY, "SUME_API_BASE_URL": self._url, "TERM": "dumb"}
+        if isinstance(self.place, Dsn):
+            settings["SUME_RESUME_DB"] = self.place.url
         with open(self.folder / "log.txt", "ab") as log:
             child = subprocess.Popen(
                 [sys.executable, "-c", code],
@@ -8711,7 +8775,7 @@ class Trial:
     def _watch(self, key: str) -> None:
         """A request has arrived: its key must be in the ledger, as one that is being sent."""
         try:
-            with open_ledger(self.folder / DEFAULT_LEDGER) as ledger:
+            with open_ledger(self.place) as ledger:
                 ledger.on_busy = lambda exc, tries: None
                 sending = any(job.key == key for job in ledger.with_status(Status.SENDING))
         except SumeResumeError as exc:
@@ -8722,7 +8786,7 @@ class Trial:
 
     def _judge(self, recovery_s: float) -> Drilled:
         charges, jobs, doubles = self._stand_in.books()
-        with open_ledger(self.folder / DEFAULT_LEDGER) as ledger:
+        with open_ledger(self.place) as ledger:
             latest = {job.row: job for job in ledger.latest()}
             attempts = [job for row in latest for job in ledger.attempts(row)]
             spent = ledger.totals().cost_micros
@@ -8853,8 +8917,11 @@ def drilled_json(result: Drilled) -> dict[str, Any]:
 class Bench:
     """Runs trials side by side; what runs is killed when the drill ends early."""
 
-    def __init__(self, folder: Path, script: Path, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, folder: Path, script: Path, environ: Mapping[str, str], server: Dsn | None = None
+    ) -> None:
         self._folder, self._script, self._environ = folder, script, environ
+        self._server = server
         self._numbers = count(1)
         self._trials: list[Trial] = []
 
@@ -8875,7 +8942,7 @@ class Bench:
     def trial(self, line: DrillLine) -> Drilled:
         """Run one trial to its end."""
         folder = self._folder / str(next(self._numbers))
-        trial = Trial(line, folder, self._script, self._environ)
+        trial = Trial(line, folder, self._script, self._environ, self._server)
         self._trials.append(trial)
         return trial.run()
 
@@ -10575,18 +10642,20 @@ def drill(
     import tempfile
 
     voice, path = _begin(ctx, as_json, db)
-    if isinstance(path, Dsn):
-        raise UsageError("--db: a drill of Postgres is not in this version yet; name a file")
-    beside = path.absolute().parent
+    server = path if isinstance(path, Dsn) else None
+    beside = path.absolute().parent if isinstance(path, Path) else None
     try:
         scratch = Path(tempfile.mkdtemp(prefix=".sume-resume-drill-", dir=beside))
     except OSError as exc:
         raise UsageError(f"--db: {beside}: cannot be written: {exc.strerror}") from exc
     with _scratch(scratch):
-        with Bench(scratch, Path(__file__).absolute(), os.environ) as bench:
+        with Bench(scratch, Path(__file__).absolute(), os.environ, server) as bench:
             # A run without kills tells what there is to kill.
             first = bench.trial(DrillLine())
             lines = _chosen(first, random, seed, only)
+            if server is not None:
+                # A second runner is welcome there.
+                lines = [line for line in lines if line.point != SECOND_RUNNER]
             missed = [name for _, name in crash_methods() if not first.counts.get(name)]
             voice.tell("drill", lines=len(lines), not_reached=missed, folder=str(scratch))
             done = _drill_all(bench, first, lines, voice)

@@ -295,13 +295,17 @@ def clock() -> FakeClock:
 
 # -- both databases: the same tests on each --
 
-BOTH = {"test_submit", "test_poll", "test_engine", "test_settle", "test_ledger", "test_money"}
+BOTH = {
+    "test_submit", "test_poll", "test_engine", "test_settle", "test_ledger", "test_money",
+    "test_cli",
+}  # fmt: skip
 FILE_ONLY = pytest.mark.file_only
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run each test that has a desk on a file and on Postgres, unless it is about the file."""
-    wanted = metafunc.module.__name__ in BOTH and "desk" in metafunc.fixturenames
+    about_a_ledger = {"desk", "shop"} & set(metafunc.fixturenames)
+    wanted = metafunc.module.__name__ in BOTH and about_a_ledger
     about_files = metafunc.definition.get_closest_marker("file_only")
     if wanted and about_files is None:
         metafunc.parametrize("store", ["file", "postgres"], indirect=True)
@@ -460,8 +464,13 @@ class Shop:
         self.running.append(Running(process, path))
         return self.running[-1]
 
+    @property
+    def place(self) -> Place:
+        named = self.env.get("SUME_RESUME_DB")
+        return sume_resume.place_of(named) if named else self.folder / "jobs.db"
+
     def jobs(self) -> dict[str, Job]:
-        with sume_resume.open_ledger(self.folder / "jobs.db") as ledger:
+        with sume_resume.open_ledger(self.place) as ledger:
             return {job.row: job for job in ledger.latest()}
 
     def files(self) -> dict[str, bytes]:
@@ -469,10 +478,14 @@ class Shop:
 
 
 @pytest.fixture
-def shop(tmp_path: Path, server: FakeSume) -> Iterator[Shop]:
+def shop(
+    tmp_path: Path, server: FakeSume, store: str, request: pytest.FixtureRequest
+) -> Iterator[Shop]:
     for name in ("work", "logs"):
         (tmp_path / name).mkdir()
     made = Shop(tmp_path / "work", server, tmp_path / "logs")
+    if store == "postgres":
+        made.env["SUME_RESUME_DB"] = new_schema(request.getfixturevalue("postgres_url"))
     yield made
     for running in made.running:
         if running.process.poll() is None:

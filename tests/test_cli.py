@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import CANARY, POSIX, QUICK, Desk, Hold, Shop, clips, last_line, until
+from conftest import CANARY, FILE_ONLY, POSIX, QUICK, Desk, Hold, Shop, clips, last_line, until
 from servers import Act, FakeJob, FakeSume, Reply, closed_port, error, finished
 
 import sume_resume
@@ -190,6 +190,7 @@ def test_5_another_key_on_a_used_ledger(shop: Shop) -> None:
     assert len(shop.server.charges) == 2
 
 
+@FILE_ONLY
 @pytest.mark.parametrize("damage", ["empty", "text", "foreign", "newer", "pages", "folder"])
 @pytest.mark.parametrize("command", ["run", "add", "status"])
 def test_8_the_ledger_cannot_be_used(shop: Shop, damage: str, command: str) -> None:
@@ -271,6 +272,7 @@ def test_ledger_name_from_the_environment_and_the_flag(shop: Shop) -> None:
     assert set(shop.files()) == {"clips.jsonl", "env.db", "flag.db"}
 
 
+@FILE_ONLY
 @POSIX
 def test_ledger_is_for_its_owner_alone_and_one_file_at_rest(shop: Shop) -> None:
     shop.run(shop.rows(*clips(2)))
@@ -409,6 +411,7 @@ def test_run_whose_log_reader_left_goes_on_to_the_end(shop: Shop, env: dict[str,
 # -- one run per ledger --
 
 
+@FILE_ONLY
 def test_second_runner_is_refused_at_once(shop: Shop, hold: Callable[..., Hold]) -> None:
     held = hold()
     first = shop.start(shop.rows(*clips(2)), "--concurrency", "2")
@@ -428,6 +431,7 @@ def test_second_runner_is_refused_at_once(shop: Shop, hold: Callable[..., Hold])
     assert len(shop.server.charges) == 2
 
 
+@FILE_ONLY
 def test_refused_runner_adds_nothing(shop: Shop, hold: Callable[..., Hold]) -> None:
     held = hold()
     first = shop.start(shop.rows(*clips(1)))
@@ -445,6 +449,7 @@ def test_stale_lock_file_is_no_obstacle(shop: Shop) -> None:
     assert len(shop.server.charges) == 1
 
 
+@FILE_ONLY
 @POSIX
 def test_link_in_place_of_the_lock_is_not_followed(shop: Shop) -> None:
     victim = shop.folder / "victim"
@@ -457,6 +462,7 @@ def test_link_in_place_of_the_lock_is_not_followed(shop: Shop) -> None:
     assert shop.server.requests == []
 
 
+@FILE_ONLY
 @POSIX
 @pytest.mark.parametrize("make_first", [True, False], ids=["accepted", "not yet there"])
 def test_kill_9_then_start_at_once(shop: Shop, hold: Callable[..., Hold], make_first: bool) -> None:
@@ -503,6 +509,7 @@ def test_signal_while_an_answer_is_held(shop: Shop, hold: Callable[..., Hold], n
     assert len(shop.server.charges) == 3
 
 
+@FILE_ONLY
 @POSIX
 def test_second_signal_leaves_at_once(shop: Shop, hold: Callable[..., Hold]) -> None:
     held = hold()
@@ -549,6 +556,7 @@ def test_one_key_through_faults_and_an_edit_is_refused(desk: Desk) -> None:
     assert len(desk.server.posts) == 3
 
 
+@FILE_ONLY
 @POSIX
 def test_edit_while_the_outcome_is_unknown(shop: Shop, hold: Callable[..., Hold]) -> None:
     """B06: the old body is settled, the new one refused by the row's name."""
@@ -762,6 +770,7 @@ def test_key_is_nowhere_after_failures_of_the_connection(shop: Shop) -> None:
     assert_no_canary(shop, offline, moved)
 
 
+@FILE_ONLY
 @POSIX
 def test_key_is_nowhere_after_a_kill(shop: Shop, hold: Callable[..., Hold]) -> None:
     """Not in the lock, the journal, nor the ledger of a run that died or was refused."""

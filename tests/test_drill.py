@@ -55,7 +55,8 @@ def test_drill_of_the_product_is_clean(tmp_path: Path) -> None:
     assert set(first["not_reached"]) == {
         "record_found", "record_cancel_asked", "record_unclaimed", "record_late_id", "cancel",
         "record_estimates", "jobs", "record_named", "record_part", "record_lost",
-        "record_undownloaded", "record_renewed",
+        "record_undownloaded", "record_renewed", "record_moving", "record_moved",
+        "record_move_undone", "record_copy_of",
     }  # fmt: skip
     assert [path.name for path in tmp_path.iterdir()] == ["jobs.db"]
     assert b"CANARY" not in done.stdout + done.stderr
@@ -150,7 +151,8 @@ BREAKS = {
         "before its key was committed",
     ),
     "a commit left out": Break(
-        "        self._execute(SQL_COMMIT)\n",
+        "    def _commit(self) -> None:\n        self._execute(SQL_COMMIT)\n",
+        "    def _commit(self) -> None:\n"
         "        self._execute(SQL_ROLLBACK if self._db._db.total_changes > 40 else SQL_COMMIT)\n",
         "no kill",
         "before its key was committed",

@@ -17,11 +17,11 @@ from typing import Any
 
 import child
 import pytest
-from conftest import Desk, jsonl
+from conftest import Desk, jsonl, new_schema
 from servers import FakeJob, FakeSume, Reply, Request, drop_after, finished
 from servers import error as err
 
-from sume_resume import Status, open_ledger
+from sume_resume import Place, Status, open_ledger, place_of
 
 # One row for each way that a submit or a read can go, so that every method is reached.
 ROWS: list[dict[str, Any]] = [
@@ -45,12 +45,16 @@ QUICK = {
     "COST_REREAD_S": (0.01, 0.01, 0.01),
     "TICK_S": 0.05,
 }
+# On Postgres a killed process's rows are free after its lease.
+LEASES = {"LEASE_S": 1.2, "POST_DEADLINE_S": 0.6}
 # Reached by a race that a scenario cannot steer; test_engine has a test for each.
 RACES = {"record_unclaimed", "record_late_id"}
 # Claims, which a file does not need.
 CLAIMS = {"record_claimed", "record_renewed", "record_handed_back", "record_left"}
 # Facts of caps and audits; test_money kills at them.
 MONEY = {"record_estimates", "record_cost"}
+# Facts of a move; test_workers kills at them.
+MOVES = {"record_moving", "record_moved", "record_move_undone", "record_copy_of"}
 # Facts of downloads; test_download kills at them.
 FILES = {
     "record_named", "record_part", "record_downloaded", "record_lost", "record_undownloaded",
@@ -69,7 +73,7 @@ POINTS = [
     for name in [*child.recording_methods(), *child.API_CALLS]
     for when in ("before", "after")
     for nth in (1, 2)
-    if name not in {*RACES, *CLAIMS, *DECIDED, *MONEY, *FILES}
+    if name not in {*RACES, *CLAIMS, *MOVES, *DECIDED, *MONEY, *FILES}
 ]
 # These happen once in the life of a ledger, or once a run.
 ONCE = {"record_namespace", "record_account", "record_added"}
@@ -154,20 +158,24 @@ def zygote() -> Iterator[Zygote]:
 class Bench:
     """A folder with the input, a server, and the command to run there."""
 
-    def __init__(self, folder: Path, server: FakeSume, zygote: Zygote) -> None:
+    def __init__(self, folder: Path, server: FakeSume, zygote: Zygote, db: str) -> None:
         self.folder, self.server, self.zygote = folder, server, zygote
-        self.db = folder / "jobs.db"
+        self.db = db
         (folder / "a.jsonl").write_bytes(jsonl(*ROWS))
+
+    @property
+    def place(self) -> Place:
+        return place_of(self.db)
 
     def run(self, point: str | None = None) -> int:
         pace = ["--writes-per-minute", "0", "--reads-per-minute", "0"]
         return self.zygote.run(
             {
-                "args": ["run", "a.jsonl", "--poll-interval", "0.02s", *pace],
+                "args": ["run", "a.jsonl", "--db", self.db, "--poll-interval", "0.02s", *pace],
                 "env": {"SUME_API_KEY": "CANARY", "SUME_API_BASE_URL": self.server.url},
                 "folder": str(self.folder),
                 "log": str(self.folder / "log.txt"),
-                "constants": QUICK,
+                "constants": QUICK if isinstance(self.place, Path) else QUICK | LEASES,
                 "point": point,
             }
         )
@@ -179,16 +187,20 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path: Path, server: FakeSume, zygote: Zygote) -> Bench:
+    return bench_at(str(tmp_path / "jobs.db"), tmp_path, server, zygote)
+
+
+def bench_at(db: str, folder: Path, server: FakeSume, zygote: Zygote) -> Bench:
     scenario = Scenario()
     server.on_submit, server.on_read = scenario.submit, scenario.read
     server.reads_to_finish = 2
-    return Bench(tmp_path, server, zygote)
+    return Bench(folder, server, zygote, db)
 
 
 def check_promises(bench: Bench) -> None:
     """P1-P4 and P6 at the end of a scenario, whatever happened on the way."""
     charges = Counter(json.loads(job.body)["prompt"] for job in bench.server.charges)
-    with open_ledger(bench.db) as ledger:
+    with open_ledger(bench.place) as ledger:
         ledger.quick_check()
         jobs = {job.row: job for job in ledger.latest()}
         totals = ledger.totals()
@@ -222,6 +234,29 @@ def test_kill_and_run_again(bench: Bench, point: str) -> None:
     assert code in (-9, 137), f"{point} was not reached:\n{bench.log}"
     assert bench.run() == 4, bench.log
     check_promises(bench)
+
+
+POSTGRES_POINTS = [
+    *(point for point in POINTS if point.endswith(":1")),
+    *(
+        f"{name}:{when}:1"
+        for name in ("record_claimed", "record_left")
+        for when in ("before", "after")
+    ),
+]
+
+
+@pytest.mark.parametrize("point", POSTGRES_POINTS)
+def test_kill_on_postgres_and_run_again(
+    postgres_url: str, tmp_path: Path, server: FakeSume, zygote: Zygote, point: str
+) -> None:
+    """The same rows, points and promises; what was held is free after its lease."""
+    bench = bench_at(new_schema(postgres_url), tmp_path, server, zygote)
+    assert bench.run(point) in (-9, 137), f"{point} was not reached:\n{bench.log}"
+    assert bench.run() == 4, bench.log
+    check_promises(bench)
+    with open_ledger(bench.place) as ledger:
+        assert all(job.worker is None for job in ledger.latest())
 
 
 def test_kills_in_a_row(bench: Bench) -> None:

@@ -360,7 +360,7 @@ def test_every_write_is_a_method_named_after_its_fact() -> None:
     writes = {
         "SQL_SET_META", "SQL_SET_PACE", "SQL_ADD", "SQL_CHANGE", "SQL_EVENT", "SQL_DROP_OUTPUTS",
         "SQL_ADD_OUTPUT", "SQL_RETIRE", "SQL_REPLACE", "SQL_SET_FILE", "SQL_SET_PART",
-        "SQL_CLAIM", "SQL_RENEW", "SQL_RELEASE", "SQL_RELEASE_ONE",
+        "SQL_CLAIM", "SQL_RENEW", "SQL_RELEASE", "SQL_RELEASE_ONE", "SQL_UNSET_META",
     }  # fmt: skip
     ledger = next(n for n in TREE.body if isinstance(n, ast.ClassDef) and n.name == "Ledger")
     users = {

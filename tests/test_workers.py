@@ -20,7 +20,8 @@ from typing import Any
 import psycopg
 import pytest
 from conftest import CANARY, POSIX, SCRIPT, START_MS, Desk, Shop, clips, new_schema, until
-from servers import FakeSume, Request, drop_after
+from servers import FakeJob, FakeSume, File, Media, Request, drop_after, finished
+from test_download import mp4
 from test_output import events_of
 
 import sume_resume
@@ -153,21 +154,21 @@ def test_workers_share_the_rows_and_the_reads(crew: Crew) -> None:
 
 @pytest.mark.timeout(180)
 @POSIX
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("SUME_RESUME_TEST_SEEDS", "1"))))
 def test_workers_that_die_and_freeze_buy_nothing_twice(crew: Crew, seed: int) -> None:
     """SIGKILL, SIGSTOP past the lease, cut connections, and replies that a relay swallows."""
     rng = random.Random(seed)
-    rows = 150
+    rows, crowd = 400, 8
     crew.add(*clips(rows))
     with Relay(crew.db) as relay:
         start = time.monotonic()
-        workers = [crew.hire(db=relay.db if n % 2 else None) for n in range(6)]
+        workers = [crew.hire(db=relay.db if n % 2 else None) for n in range(crowd)]
         frozen: dict[int, float] = {}
         while crew.statuses()["completed"] < rows:
             assert time.monotonic() - start < 120, crew.logs()
             time.sleep(0.15)
-            calm = time.monotonic() - start > 15
-            victim = rng.randrange(6)
+            calm = time.monotonic() - start > 30
+            victim = rng.randrange(crowd)
             act = "none" if calm else rng.choice(["kill", "stop", "cut", "swallow", "none"])
             if act == "kill" and victim not in frozen:
                 workers[victim].kill()
@@ -345,6 +346,51 @@ def test_a_cap_holds_across_workers(crew: Crew) -> None:
     workers = [crew.hire("--prices", "p.toml", "--max-cost", "1.05") for _ in range(4)]
     assert {worker.wait(60) for worker in workers} == {6}, crew.logs()
     assert len(crew.server.charges) == 10
+
+
+@POSIX
+def test_a_file_that_a_dead_worker_had_in_hand_comes_after_its_lease(crew: Crew) -> None:
+    """The others neither end before it is there, nor have it twice at once."""
+    held, release = threading.Event(), threading.Event()
+    with Media() as media:
+
+        def watch(request: Request) -> None:
+            if not held.is_set():
+                held.set()
+                release.wait(30)
+
+        def final(job: FakeJob) -> dict[str, Any]:
+            media.files.setdefault(f"/{job.id}", File(mp4(job.id)))
+            return finished(job) | {"url": f"{media.url}/{job.id}"}
+
+        media.watch = watch
+        crew.server.final = final
+        crew.add(*clips(3))
+        first = crew.hire("--download", "out")
+        assert held.wait(20)
+        second = crew.hire("--download", "out")
+        first.kill()
+        first.wait()
+        release.set()
+        assert second.wait(40) == 0, crew.logs()
+        crew.check(3)
+        with open_ledger(crew.place) as ledger:
+            for job in ledger.latest():
+                (output,) = ledger.outputs(job)
+                assert Path(output.path or "").read_bytes() == mp4(job.job_id or "")
+
+
+@POSIX
+def test_drill_of_a_server_leaves_nothing_there(crew: Crew) -> None:
+    drill = [sys.executable, str(SCRIPT), "drill", "--only", "publish:before:1", "--db", crew.db]
+    done = subprocess.run(drill, cwd=crew.folder, capture_output=True, timeout=100, stdin=-3)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    assert b"publish:before:1" in done.stdout
+    place = crew.place
+    with psycopg.connect(place.conninfo, autocommit=True) as connection:
+        found = connection.execute("SELECT nspname FROM pg_namespace").fetchall()
+    assert [name for (name,) in found if name.startswith("drill_")] == []
+    assert not list(crew.folder.glob(".sume*"))
 
 
 # -- one worker's view --
