@@ -2771,7 +2771,13 @@ POSTGRES_BEGIN = (
     "BEGIN; SET LOCAL statement_timeout = '60s'; SET LOCAL lock_timeout = '30s';"
     " SET LOCAL idle_in_transaction_session_timeout = '120s'"
 )
-POSTGRES_HAS_META = "SELECT to_regclass('SCHEMA_NAME.meta') IS NOT NULL"
+# Not by to_regclass(), which may remember from before a lock was waited for.
+POSTGRES_HAS_META = """
+    SELECT count(*) > 0
+    FROM pg_catalog.pg_class
+    JOIN pg_catalog.pg_namespace ON pg_namespace.oid = relnamespace
+    WHERE nspname = 'SCHEMA_NAME' AND relname = 'meta'
+"""
 POSTGRES_DROP = "DROP SCHEMA IF EXISTS SCHEMA_NAME CASCADE"
 POSTGRES_NOW = "SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint"
 POSTGRES_DATA_VERSION = "SELECT coalesce(max(id), 0) FROM events"

@@ -595,6 +595,7 @@ def lost(shop: Shop, hold: Callable[..., Hold]) -> tuple[list[str], str]:
     return before, done.stderr.decode()
 
 
+@FILE_ONLY
 @POSIX
 def test_lost_ledger_with_a_namespace_buys_nothing_twice(
     shop: Shop, lost: tuple[list[str], str]
@@ -604,6 +605,7 @@ def test_lost_ledger_with_a_namespace_buys_nothing_twice(
     assert len(shop.server.charges) == 3
 
 
+@FILE_ONLY
 @POSIX
 def test_lost_ledger_with_a_namespace_counts_what_sume_knew(lost: tuple[list[str], str]) -> None:
     """B18: the output says how many were recognised."""

@@ -1501,7 +1501,8 @@ def test_call_n_to_the_network_fails(
 @pytest.mark.parametrize("wanted", ["execute", "commit"])
 def test_statement_n_of_the_ledger_fails(batch: Batch, wanted: str, after: bool) -> None:
     """A file that is there and not recorded is had again; nothing else is lost."""
-    for n in range(1, 400):
+    # Statements come in groups of the same kinds: every fourth meets them all.
+    for n in range(1, 400, 1 if wanted == "commit" else 4):
         ready(batch)
         fault = Fault(n, disk_full, after)
         with contextlib.suppress(LedgerError):

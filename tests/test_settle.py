@@ -899,6 +899,7 @@ def test_account_of_a_ledger_with_jobs(desk: Desk) -> None:
 # -- doubts that must stay, and words that must be true --
 
 
+@FILE_ONLY
 def test_simulated_ledger_never_buys_even_without_a_job(shop: Shop) -> None:
     """The stand-in's origin is for good: also where it accepted nothing, or nothing was sent."""
     shop.rows({"id": "r1", "prompt": "x", "duration": 90})
@@ -953,6 +954,7 @@ def test_word_like_cancelled_proves_nothing(desk: Desk, word: str) -> None:
     assert "--resend" in refused(desk, "retry", "r1", "--yes")
 
 
+@FILE_ONLY
 def test_account_is_checked_before_a_row_is_added(shop: Shop) -> None:
     shop.run(shop.rows(*clips(1)))
     shop.rows(*clips(3), name="more.jsonl")
@@ -1164,6 +1166,7 @@ def test_backup_onto_a_name_where_it_would_not_last(desk: Desk, tmp_path: Path) 
     assert {path.name for path in tmp_path.iterdir()} == {"jobs.db", "old.db-journal"}
 
 
+@FILE_ONLY
 def test_backup_of_a_simulated_ledger_can_be_run(shop: Shop) -> None:
     shop.env.pop("SUME_API_KEY")
     shop.run(shop.rows(*clips(2)), "--simulate", "--deadline", "0.5s")
@@ -1197,6 +1200,7 @@ def test_warning_comes_before_names_that_may_be_cut(desk: Desk) -> None:
 # -- simulated --
 
 
+@FILE_ONLY
 def test_simulated_rows_can_be_settled_without_a_key(shop: Shop) -> None:
     """Cancel and resolve of a simulated ledger ask the stand-in, which gives the price back."""
     shop.env.pop("SUME_API_KEY")
