@@ -150,6 +150,8 @@ MAX_ANSWER_BYTES = 8 * 1024 * 1024
 KEY_TTL_S = 24 * 3600.0
 # A wall clock that fell this far behind the steady one says nothing about a key's age.
 CLOCK_FALL_LIMIT_S = 300.0
+# A budget that was used so far in the future says that the clock was set back.
+CLOCK_FALL_MS = 60_000
 
 # Sume's Free plan allows 120 writes a minute (300 on Pro); reads are "generous".
 WRITES_PER_MINUTE = 120.0
@@ -2385,7 +2387,8 @@ class Pacing:
         """Go on where an earlier process stopped; `kept` returns ms UTC by name."""
         for name, budget in (("writes", self.writes), ("reads", self.reads)):
             last = kept(name)
-            if last is not None and last <= now_ms:
+            # Another worker's turn may have begun a moment after this one.
+            if last is not None and last - now_ms <= CLOCK_FALL_MS:
                 budget.seed(now_s, (now_ms - last) / 1000)
             elif last is not None and not budget.ready_s:
                 # The clock was set back since: as if it had been used just now.
