@@ -2708,56 +2708,6 @@ POSTGRES_MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "INSERT INTO meta (name, value) VALUES ('schema_version', '1')",
     ),
 )
-# All of a ledger, a table at a time, for a copy in the other database.
-COPIES: Mapping[str, tuple[str, str]] = {
-    "meta": (
-        "SELECT * FROM meta WHERE name <> 'schema_version' ORDER BY name",
-        """
-        INSERT INTO meta (name, value)
-        VALUES (:name, :value)
-        ON CONFLICT (name) DO UPDATE SET value = excluded.value
-        """,
-    ),
-    "jobs": (
-        "SELECT * FROM jobs ORDER BY id",
-        """
-        INSERT INTO jobs (
-            id, row, attempt, latest, key, job_id, kind, model, duration_s, own, body, source,
-            status, sume_status, cost_micros, cost_state, usage, tries, first_sent_at,
-            accepted_at, finished_at, next_poll_at, poll_errors, trouble, note, created_at,
-            updated_at, estimate_micros, token, lease_until, worker)
-        VALUES (
-            :id, :row, :attempt, :latest, :key, :job_id, :kind, :model, :duration_s, :own, :body,
-            :source, :status, :sume_status, :cost_micros, :cost_state, :usage, :tries,
-            :first_sent_at, :accepted_at, :finished_at, :next_poll_at, :poll_errors, :trouble,
-            :note, :created_at, :updated_at, :estimate_micros, :token, NULL, NULL)
-        """,
-    ),
-    "events": (
-        "SELECT * FROM events ORDER BY id",
-        """
-        INSERT INTO events (id, at, job, event, before, after, detail)
-        VALUES (:id, :at, :job, :event, :before, :after, :detail)
-        """,
-    ),
-    "outputs": (
-        "SELECT * FROM outputs ORDER BY job, position",
-        """
-        INSERT INTO outputs (
-            job, position, url, path, sha256, bytes, etag, part_bytes, part_url)
-        VALUES (
-            :job, :position, :url, :path, :sha256, :bytes, :etag, :part_bytes, :part_url)
-        """,
-    ),
-    "pacing": (
-        "SELECT * FROM pacing ORDER BY name",
-        """
-        INSERT INTO pacing (name, at)
-        VALUES (:name, :at)
-        ON CONFLICT (name) DO UPDATE SET at = excluded.at
-        """,
-    ),
-}
 SQL_UNSET_META = "DELETE FROM meta WHERE name = :name"
 SQL_SNAPSHOT = "BEGIN"
 POSTGRES_SNAPSHOT = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
@@ -2815,6 +2765,43 @@ SQL_SET_PACE = """
     VALUES (:name, :at)
     ON CONFLICT (name) DO UPDATE SET at = excluded.at
 """
+
+# All of a ledger, a table at a time, for a copy in the other database.
+COPIES: Mapping[str, tuple[str, str]] = {
+    "meta": ("SELECT * FROM meta WHERE name <> 'schema_version' ORDER BY name", SQL_SET_META),
+    "jobs": (
+        "SELECT * FROM jobs ORDER BY id",
+        """
+        INSERT INTO jobs (
+            id, row, attempt, latest, key, job_id, kind, model, duration_s, own, body, source,
+            status, sume_status, cost_micros, cost_state, usage, tries, first_sent_at,
+            accepted_at, finished_at, next_poll_at, poll_errors, trouble, note, created_at,
+            updated_at, estimate_micros, token, lease_until, worker)
+        VALUES (
+            :id, :row, :attempt, :latest, :key, :job_id, :kind, :model, :duration_s, :own, :body,
+            :source, :status, :sume_status, :cost_micros, :cost_state, :usage, :tries,
+            :first_sent_at, :accepted_at, :finished_at, :next_poll_at, :poll_errors, :trouble,
+            :note, :created_at, :updated_at, :estimate_micros, :token, NULL, NULL)
+        """,
+    ),
+    "events": (
+        "SELECT * FROM events ORDER BY id",
+        """
+        INSERT INTO events (id, at, job, event, before, after, detail)
+        VALUES (:id, :at, :job, :event, :before, :after, :detail)
+        """,
+    ),
+    "outputs": (
+        "SELECT * FROM outputs ORDER BY job, position",
+        """
+        INSERT INTO outputs (
+            job, position, url, path, sha256, bytes, etag, part_bytes, part_url)
+        VALUES (
+            :job, :position, :url, :path, :sha256, :bytes, :etag, :part_bytes, :part_url)
+        """,
+    ),
+    "pacing": ("SELECT * FROM pacing ORDER BY name", SQL_SET_PACE),
+}
 
 # Adds an attempt of a row, unless it is there.
 SQL_ADD = """
@@ -3971,13 +3958,13 @@ class Ledger:
         """
         if not self.shared:
             return job
-        until = now_ms + round(LEASE_S * 1000)
+        until = _lease_end(now_ms)
         self._hold(SQL_CLAIM, job, until=until, worker=self.worker)
         return job._replace(token=job.token + 1, lease_until=until, worker=self.worker)
 
     def record_renewed(self, job: Job, now_ms: int) -> Job:
         """This worker still has it, and will for another lease. Raises RowChanged."""
-        until = now_ms + round(LEASE_S * 1000)
+        until = _lease_end(now_ms)
         self._hold(SQL_RENEW, job, until=until, worker=self.worker)
         return job._replace(lease_until=until)
 
@@ -4013,7 +4000,7 @@ class Ledger:
             now_ms,
             status=Status.SENDING,
             token=job.token + 1,
-            lease_until=now_ms + round(LEASE_S * 1000) if self.shared else None,
+            lease_until=_lease_end(now_ms) if self.shared else None,
             worker=self.worker if self.shared else None,
             tries=job.tries + 1,
             first_sent_at=job.first_sent_at or now_ms,
@@ -4254,6 +4241,10 @@ class Ledger:
 _TAKEN = "was taken over by another worker meanwhile; nothing was changed"
 # Facts after which a worker goes on with the same attempt.
 _STILL_HELD = {"named", "downloaded", "lost", "undownloaded", "cost", "estimates"}
+
+
+def _lease_end(now_ms: int) -> int:
+    return now_ms + round(LEASE_S * 1000)
 
 
 def _held(job: Job) -> dict[str, Any]:

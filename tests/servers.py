@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Self
 
 
 @dataclass
@@ -63,7 +63,32 @@ def error(code: str, message: str = "no") -> dict[str, Any]:
     return {"error": {"code": code, "message": message}}
 
 
-class FakeSume:
+class Loopback:
+    """A server on a loopback port while it is open; what it answers is its own matter."""
+
+    _server: ThreadingHTTPServer | None = None
+
+    def answer(self, request: Request) -> Reply:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        self._server = _serve(self)
+        thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+        thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        assert self._server is not None
+        self._server.shutdown()
+        self._server.server_close()
+
+    @property
+    def url(self) -> str:
+        assert self._server is not None
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+
+class FakeSume(Loopback):
     """A Sume with a memory of keys and a charge log. Acts in `script` come first.
 
     `submits` and `reads` are scripts by route: each POST (or GET) takes the next act, and
@@ -91,7 +116,6 @@ class FakeSume:
         self.now: Callable[[], int] = lambda: 0
         # Called for each request, before anything else; may block or kill.
         self.watch: Callable[[Request], None] = lambda request: None
-        self._server: ThreadingHTTPServer | None = None
 
     # -- what tests ask --
 
@@ -177,24 +201,6 @@ class FakeSume:
             reply = act(self, request) if callable(act) else act
             return reply if reply is not None else usual(request)
 
-    # -- life --
-
-    def __enter__(self) -> FakeSume:
-        self._server = _serve(self)
-        thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        assert self._server is not None
-        self._server.shutdown()
-        self._server.server_close()
-
-    @property
-    def url(self) -> str:
-        assert self._server is not None
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
-
 
 def finished(job: FakeJob) -> dict[str, Any]:
     return {
@@ -242,14 +248,13 @@ class File:
     ranges: bool = True
 
 
-class Media:
+class Media(Loopback):
     """Serves files by path, at an origin that is not the API's, and remembers what was asked."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.files: dict[str, File] = {}
         self.watch: Callable[[Request], None] = lambda request: None
-        self._server: ThreadingHTTPServer | None = None
 
     def answer(self, request: Request) -> Reply:
         self.requests.append(request)
@@ -266,22 +271,6 @@ class Media:
 
     def asked(self, name: str) -> list[Request]:
         return [r for r in self.requests if r.path.partition("?")[0] == name]
-
-    def __enter__(self) -> Media:
-        self._server = _serve(self)
-        thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        assert self._server is not None
-        self._server.shutdown()
-        self._server.server_close()
-
-    @property
-    def url(self) -> str:
-        assert self._server is not None
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
 
 
 XML = {"Content-Type": "application/xml"}
@@ -301,7 +290,7 @@ def serve_file(file: File, request: Request, cut: int | None = None) -> Reply:
     return Reply(206, file.content[start:], headers | span, cut=cut)
 
 
-def _serve(sume: FakeSume | Media) -> ThreadingHTTPServer:
+def _serve(sume: Loopback) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True
