@@ -71,7 +71,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import ROUND_CEILING, Decimal
-from itertools import chain, count, islice
+from itertools import chain, count, groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import (
@@ -97,6 +98,7 @@ if TYPE_CHECKING:
     import subprocess
     from http.server import ThreadingHTTPServer
 
+    import httpx
     from rich.console import Console, RenderableType
     from rich.table import Table
     from rich.text import Text
@@ -187,8 +189,8 @@ RETRY_AFTER_CAP_S = 900.0
 DOUBT_LIMIT = 5
 # So many different rows answered without a job id, or not found: this is not Sume.
 STRAY_ROWS = 3
-# The queue window grows by one after so many answers that report more room.
-ROOM_VOTES = 8.0
+# Where no answer reports room, the queue window grows by one after so many at the most.
+ROOM_VOTES = 8
 # So often a full queue is asked again while jobs of ours are in it: a refusal is free.
 QUEUE_PROBE_S = 60.0
 
@@ -220,6 +222,8 @@ MAX_ROW_ID_CHARS = 200
 MAX_NOTE_CHARS = 300
 MAX_USAGE_CHARS = 2000
 MAX_INPUT_ERRORS = 10
+# Rows are written so many at a time: enough to save most of the round trips.
+ADD_ROWS = 500
 # A million dollars for one clip is no price; sums of a million rows still fit 64 bits.
 MAX_MICROS = 10**12
 
@@ -231,6 +235,8 @@ QUICK_CHECK_MAX_BYTES = 64 * 1024 * 1024
 # A worker on Postgres holds a row for so long; no request takes as long (a POST 62 s at the
 # most), and a download renews it. A worker that is killed delays its rows by this.
 LEASE_S = 120.0
+# Queued rows that are not to be sent are passed so many at a time.
+PASSED_ROWS = 1000
 # So many rows a claim looks at: more than any turn sends, few enough for others to have some.
 CLAIM_ROWS = 32
 PG_CONNECT_TIMEOUT_S = 10
@@ -246,6 +252,8 @@ TICK_S = 1.0
 # Counts are taken anew so soon after another process wrote; a million rows take 0.1 s.
 RECOUNT_S = 2.0
 REDRAW_S = 0.25
+# Drawing takes no more than this share of the time, however slow the machine is.
+DRAW_SHARE = 0.03
 HEARTBEAT_S = 30.0
 TOTALS_RELOAD_S = 30.0
 
@@ -381,7 +389,9 @@ _ACTIVE_TEXT = (
 
 def inert(text: object, limit: int = MAX_NOTE_CHARS) -> str:
     """Return text that cannot move a cursor, on one line, at most limit characters."""
-    flat = re.sub(_ACTIVE_TEXT, " ", str(text)).strip()
+    flat = str(text)
+    # What is printable holds none of it, and that is most text.
+    flat = (flat if flat.isprintable() else re.sub(_ACTIVE_TEXT, " ", flat)).strip()
     return flat if len(flat) <= limit else flat[: limit - 1] + "…"
 
 
@@ -393,13 +403,16 @@ _SECRETS = (
     (r"(?i)(https?://)[^\s/\"']*@", r"\1"),
     (r"(?i)(https?://[^\s?\"'<>]+)\?[^\s\"'<>]*", r"\1"),
 )
+# Without one of these no pattern above can match.
+_SECRET_SIGNS = r"(?i)sume_|bearer|basic|x-api-key|https?://"
 
 
 def quiet(text: object, limit: int = MAX_NOTE_CHARS) -> str:
     """Return inert text without keys, auth headers, URL passwords and URL queries."""
     flat = str(text)
-    for pattern, instead in _SECRETS:
-        flat = re.sub(pattern, instead, flat)
+    if re.search(_SECRET_SIGNS, flat):
+        for pattern, instead in _SECRETS:
+            flat = re.sub(pattern, instead, flat)
     return inert(flat, limit)
 
 
@@ -937,15 +950,19 @@ def spent_usd(totals: Totals) -> str | None:
 # Pure: row id, key, what an answer means, when to read again. Time is passed in.
 
 
+_CANONICAL = json.JSONEncoder(
+    sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False
+)
+
+
 def canonical(value: object) -> str:
     """Return JSON that is equal for equal values: sorted names, no spaces.
 
     Raises ValueError for NaN, infinities, and text that is no valid Unicode.
     """
-    text = json.dumps(
-        value, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False
-    )
-    text.encode()
+    text = _CANONICAL.encode(value)
+    if not text.isascii():
+        text.encode()
     return text
 
 
@@ -1516,9 +1533,8 @@ class Seen:
     """What this run has learned about one row since it started; gone at its end."""
 
     doubts: int = 0
-    # Answers in a row that were no use, and steady time before which nothing is sent.
+    # Answers in a row that were no use.
     errors: int = 0
-    not_before_s: float = 0.0
     was_read: bool = False
     warned: bool = False
     gone_since_s: float | None = None
@@ -1739,31 +1755,34 @@ def read_rows(stream: BinaryIO, name: str, defaults: Defaults, log: InputLog) ->
     """
     ids: dict[str, int] = {}
     equals: Counter[bytes] = Counter()
+    shown = inert(name, 200)
     for line, row in _lines_of(stream, name):
-        place = f"{inert(name, 200)}:{line}"
+        place = f"{shown}:{line}"
         problems = [row] if isinstance(row, str) else check_fields(row)
         for problem in problems:
             log.add(place, problem)
         if problems or isinstance(row, str):
             continue
         own_id = row.get("id")
-        own = {k: v for k, v in row.items() if k != "id" and not _unset(k, v)}
-        bad = [key for key, value in own.items() if _unusable(key) or _unusable(value)]
-        for key in bad:
-            log.add(place, f"{inert(key, 60)}: {_UNUSABLE}")
-        if bad:
+        own = {k: v for k, v in row.items() if k != "id" and (v is not None or k not in _LEFT_OUT)}
+        try:
+            text = canonical(own)
+        except (ValueError, RecursionError):
+            bad = [key for key, value in own.items() if _unusable(key) or _unusable(value)]
+            for key in bad or ["the row"]:
+                log.add(place, f"{inert(key, 60)}: {_UNUSABLE}")
             continue
-        text = canonical(own)
         if own_id is None:
             digest = hashlib.sha256(text.encode()).digest()[:12]
             equals[digest] += 1
             own_id = row_id(text, equals[digest], defaults.take)
-        if str(own_id) in ids:
-            log.add(place, f"id: '{inert(own_id, 60)}' is also on line {ids[str(own_id)]}")
+        id = str(own_id)
+        if id in ids:
+            log.add(place, f"id: '{inert(id, 60)}' is also on line {ids[id]}")
             continue
-        ids[str(own_id)] = line
+        ids[id] = line
         try:
-            yield build_row(str(own_id), own, text, place, defaults)
+            yield build_row(id, own, text, place, defaults)
         except InputError as exc:
             log.add(place, str(exc))
 
@@ -1791,12 +1810,15 @@ def check_fields(row: Mapping[str, Any]) -> list[str]:
     if row.get("prompt") is None:
         problems.append("prompt: missing; every row needs one")
     for name, value in row.items():
-        expected = _expected(name, value)
-        if expected:
-            problems.append(f"{inert(name, 60)}: expected {expected}, got {_shown(value)}")
+        if name in _CHECKED and (expected := _expected(name, value)):
+            problems.append(f"{name}: expected {expected}, got {_shown(value)}")
     return problems
 
 
+# A null in one of these is a field left out; elsewhere it is a value.
+_LEFT_OUT = frozenset({"model", "duration", "kind"})
+# Fields that the tool knows; others go through as they are.
+_CHECKED = frozenset({"id", "prompt", "model", "duration", "kind", "mode"})
 _UNUSABLE = "expected valid Unicode, finite numbers and less nesting"
 
 
@@ -1809,11 +1831,6 @@ def _unusable(value: object) -> bool:
     except (ValueError, RecursionError):
         return True
     return False
-
-
-def _unset(name: str, value: object) -> bool:
-    """A null in a field that the tool knows is a field left out; others go through."""
-    return value is None and name in {"model", "duration", "kind"}
 
 
 def _expected(name: str, value: object) -> str | None:
@@ -1894,7 +1911,7 @@ def _json_lines(lines: Iterable[TextLine]) -> Iterator[Line]:
 
 
 def _json_row(text: str) -> dict[str, Any] | str:
-    if re.search(_BAD_BYTES, text):
+    if not text.isascii() and re.search(_BAD_BYTES, text):
         return "the text is not UTF-8"
     try:
         value = _DECODER.decode(text)
@@ -2319,36 +2336,42 @@ class Gate:
 class QueueWindow:
     """How many jobs Sume's queue takes from us, learned from its answers.
 
-    The least of (room + ours) that answers report. Requests overtake each other, so a
-    report of one place more is only believed after eight of them; one of many more counts
-    for as much more, and an answer without a report grows a small window step by step. A
-    full queue sets the window to what is there; when others filled it, a probe a minute
-    finds out that they have left.
+    An answer that reports room makes it (room + ours). That is too much by the jobs that have
+    ended and were not read since, which count as ours and have left the queue; so less is
+    believed at once, and more only when as many answers in a row report it as the window is
+    large: meanwhile each of ours was read. It grows by one an answer then, since others may
+    take the room too; without reports after a few answers. A full queue sets it to what is
+    there; when others filled it, a probe a minute finds out that they have left.
     """
 
     def __init__(self) -> None:
         self.size: float = float("inf")
-        self._votes = 0.0
+        # The last answers in a row that report more.
+        self._more: deque[float] = deque()
         self._probe_s = float("inf")
 
     def accepted(self, room: int | None, ours: int) -> None:
         """An accept was answered; `ours` counts open and in-flight jobs, this one too."""
         if room is None and self.size == float("inf"):
             return
-        if room is not None and room + ours <= self.size:
-            self.size, self._votes = room + ours, 0.0
+        told = room + ours if room is not None else self.size + 1
+        if told <= self.size:
+            self.size = told
+            self._more.clear()
             return
+        # A probe beyond the window got through.
         self.size = max(self.size, ours)
-        reported = room + ours - self.size if room is not None else 0.0
-        self._votes += reported or ROOM_VOTES / min(ROOM_VOTES, max(self.size, 1))
-        if self._votes >= ROOM_VOTES:
-            # At most doubled, since what is free may be taken by others too.
-            self.size += min(self._votes // ROOM_VOTES, max(self.size, 1))
-            self._votes = 0.0
+        believed_after = max(1, self.size if room is not None else min(self.size, ROOM_VOTES))
+        self._more.append(told)
+        while len(self._more) > believed_after:
+            self._more.popleft()
+        if len(self._more) >= believed_after and min(self._more) > self.size:
+            self.size += 1
 
     def full(self, ours: int, now_s: float) -> None:
         """The queue was full while `ours` were in it."""
-        self.size, self._votes = float(ours), 0.0
+        self.size = float(ours)
+        self._more.clear()
         self._probe_s = now_s + QUEUE_PROBE_S
 
     def has_room(self, ours: int, now_s: float) -> bool:
@@ -2607,6 +2630,15 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "ALTER TABLE jobs ADD COLUMN worker TEXT",
         "PRAGMA user_version = 4",
     ),
+    (
+        # Totals need not look at the rows: what was paid, and what may still have to be.
+        "CREATE INDEX jobs_paid ON jobs (cost_micros) WHERE cost_micros IS NOT NULL",
+        """
+        CREATE INDEX jobs_unpaid ON jobs (first_sent_at)
+        WHERE cost_micros IS NULL AND first_sent_at IS NOT NULL
+        """,
+        "PRAGMA user_version = 5",
+    ),
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 
@@ -2706,6 +2738,14 @@ POSTGRES_MIGRATIONS: tuple[tuple[str, ...], ...] = (
                ('read_pause', 0)
         """,
         "INSERT INTO meta (name, value) VALUES ('schema_version', '1')",
+    ),
+    (
+        "CREATE INDEX jobs_paid ON jobs (cost_micros) WHERE cost_micros IS NOT NULL",
+        """
+        CREATE INDEX jobs_unpaid ON jobs (first_sent_at)
+        WHERE cost_micros IS NULL AND first_sent_at IS NOT NULL
+        """,
+        "UPDATE meta SET value = '2' WHERE name = 'schema_version'",
     ),
 )
 SQL_UNSET_META = "DELETE FROM meta WHERE name = :name"
@@ -2811,6 +2851,16 @@ SQL_ADD = """
             :status, :now, :now)
     ON CONFLICT DO NOTHING
 """
+# The history of an attempt begins.
+SQL_ADDED_EVENT = """
+    INSERT INTO events (at, job, event, before, after, detail)
+    SELECT :now, id, 'added', NULL, status, :detail
+    FROM jobs
+    WHERE key = :key
+"""
+SQL_SAVEPOINT = "SAVEPOINT batch"
+SQL_BACK_TO_SAVEPOINT = "ROLLBACK TO SAVEPOINT batch"
+SQL_RELEASE_SAVEPOINT = "RELEASE SAVEPOINT batch"
 # Moves one attempt on, if it is still where the fact expects it.
 SQL_CHANGE = """
     UPDATE jobs
@@ -2896,7 +2946,23 @@ SQL_SET_PART = """
       AND sha256 IS NULL
 """
 
+# What of one transaction is written together, in this order.
+WRITTEN_IN_ORDER = (SQL_CHANGE, SQL_EVENT, SQL_DROP_OUTPUTS, SQL_ADD_OUTPUT, SQL_SET_PACE)
+
 SQL_JOB = "SELECT * FROM jobs WHERE id = :id"
+SQL_JOBS = """
+    SELECT * FROM jobs
+    WHERE id IN (SELECT value FROM json_each(:ids))
+       OR job_id IN (SELECT value FROM json_each(:job_ids))
+"""
+# In order, so that no two workers wait for each other.
+POSTGRES_JOBS = """
+    SELECT * FROM jobs
+    WHERE id IN (SELECT jsonb_array_elements_text(CAST(:ids AS jsonb))::bigint)
+       OR job_id IN (SELECT jsonb_array_elements_text(CAST(:job_ids AS jsonb)))
+    ORDER BY id
+    FOR UPDATE
+"""
 SQL_JOB_OF_ROW = "SELECT * FROM jobs WHERE row = :row AND latest = 1"
 SQL_ATTEMPTS = "SELECT * FROM jobs WHERE row = :row ORDER BY attempt"
 # Two are enough to say that a prefix is not unique.
@@ -2963,16 +3029,16 @@ SQL_DUE_SPAN = """
            (SELECT max(next_poll_at) FROM jobs WHERE next_poll_at IS NOT NULL)
 """
 SQL_COUNTS = "SELECT status, count(*) FROM jobs WHERE latest = 1 GROUP BY status"
+# In one statement: what another worker moves from one sum to the other is in one of them.
 SQL_MONEY = """
-    SELECT coalesce(sum(cost_micros), 0),
-           count(*) FILTER (
-               WHERE cost_micros IS NULL AND first_sent_at IS NOT NULL
-                     AND (status <> :rejected OR job_id IS NOT NULL)),
-           count(cost_micros),
-           coalesce(sum(estimate_micros) FILTER (
-               WHERE cost_micros IS NULL AND first_sent_at IS NOT NULL
-                     AND (status <> :rejected OR job_id IS NOT NULL)), 0)
-    FROM jobs
+    SELECT spent.micros, unpaid.attempts, spent.attempts, unpaid.micros
+    FROM (SELECT coalesce(sum(cost_micros), 0) AS micros, count(*) AS attempts
+          FROM jobs
+          WHERE cost_micros IS NOT NULL) AS spent,
+         (SELECT coalesce(sum(estimate_micros), 0) AS micros, count(*) AS attempts
+          FROM jobs
+          WHERE cost_micros IS NULL AND first_sent_at IS NOT NULL
+                AND (status <> :rejected OR job_id IS NOT NULL)) AS unpaid
 """
 # Attempts that count against a cap, and whose estimate is not known.
 SQL_UNPRICED = """
@@ -3116,6 +3182,8 @@ class Database(Protocol):
     shared: bool
     # So many rows are looked at, at most, by a worker that wants some.
     claim_rows: int
+    # Attempts by their ids, which come as one JSON list; where others write too, locked.
+    jobs_sql: str
     begin_sql: str
     snapshot_sql: str
     migrations: tuple[tuple[str, ...], ...]
@@ -3130,6 +3198,7 @@ class Database(Protocol):
     def execute(self, sql: str, values: Mapping[str, object]) -> Any: ...
     def claim(self, sql: str, values: Mapping[str, object]) -> Any: ...
     def insert(self, sql: str, values: Mapping[str, object]) -> int | None: ...
+    def execute_many(self, sql: str, lines: Sequence[Mapping[str, object]]) -> int: ...
     def translated(self, name: str | None = None) -> contextlib.AbstractContextManager[None]: ...
     def check(self) -> None: ...
     def now_ms(self, clock_ms: int) -> int: ...
@@ -3148,6 +3217,7 @@ class Sqlite:
     # One run at a time holds it, by a lock of the system: no attempt needs a lease.
     shared = False
     claim_rows = NO_LIMIT
+    jobs_sql = SQL_JOBS
     begin_sql = SQL_BEGIN
     snapshot_sql = SQL_SNAPSHOT
     migrations = MIGRATIONS
@@ -3201,38 +3271,48 @@ class Sqlite:
 
     def execute(self, sql: str, values: Mapping[str, object]) -> sqlite3.Cursor:
         """Run one statement. Raises LedgerError and its kinds."""
-        with self.translated():
+        try:
             return self._db.execute(sql, values)
+        except sqlite3.Error as exc:
+            raise self._error(exc, self.name) from exc
 
     def insert(self, sql: str, values: Mapping[str, object]) -> int | None:
         """Run an INSERT; return the id of its line, or None where it made none."""
         cursor = self.execute(sql, values)
         return cursor.lastrowid if cursor.rowcount else None
 
+    def execute_many(self, sql: str, lines: Sequence[Mapping[str, object]]) -> int:
+        """Run one statement for each line; return how many lines of the database it changed."""
+        try:
+            return self._db.executemany(sql, lines).rowcount
+        except sqlite3.Error as exc:
+            raise self._error(exc, self.name) from exc
+
     @contextlib.contextmanager
     def translated(self, name: str | None = None) -> Iterator[None]:
-        """Turn SQLite's errors into ours: which file, what failed, what helps."""
-        name = name or self.name
+        """Turn SQLite's errors into ours."""
         try:
             yield
         except sqlite3.Error as exc:
-            code = (getattr(exc, "sqlite_errorcode", None) or 0) & 0xFF
-            text, kind = f"{name}: {exc}", LedgerError
-            match code:
-                case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
-                    kind = LedgerBusy
-                    text = f"{name}: {_BUSY}"
-                case sqlite3.SQLITE_FULL:
-                    text = f"{name}: the disk is full; free some space, then run again"
-                case sqlite3.SQLITE_IOERR:
-                    text += " (check the disk and its free space, then run again)"
-                case sqlite3.SQLITE_READONLY if exc.sqlite_errorname == "SQLITE_READONLY_DBMOVED":
-                    text = f"{name}: was removed or replaced while it was in use"
-                case sqlite3.SQLITE_READONLY | sqlite3.SQLITE_CANTOPEN:
-                    text += " (the file and its folder must be writable)"
-                case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
-                    text += "; it is damaged: keep it, and go on from a backup of it"
-            raise kind(text) from exc
+            raise self._error(exc, name or self.name) from exc
+
+    def _error(self, exc: sqlite3.Error, name: str) -> LedgerError:
+        """Say which file it is, what failed, and what helps."""
+        text = f"{name}: {exc}"
+        match (getattr(exc, "sqlite_errorcode", None) or 0) & 0xFF:
+            case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
+                return LedgerBusy(f"{name}: {_BUSY}")
+            case sqlite3.SQLITE_FULL:
+                text = f"{name}: the disk is full; free some space, then run again"
+            case sqlite3.SQLITE_IOERR:
+                text += " (check the disk and its free space, then run again)"
+            case sqlite3.SQLITE_READONLY if exc.sqlite_errorname == "SQLITE_READONLY_DBMOVED":
+                text = f"{name}: was removed or replaced while it was in use"
+            case sqlite3.SQLITE_READONLY | sqlite3.SQLITE_CANTOPEN:
+                text += " (the file and its folder must be writable)"
+            case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
+                text += "; it is damaged: keep it, and go on from a backup of it"
+        return LedgerError(text)
 
     def check(self) -> None:
         """Raise LedgerError if a small ledger is damaged; a large one is not checked."""
@@ -3276,6 +3356,11 @@ def for_postgres(sql: str, schema: str) -> str:
     return re.sub(r"(?<!:):([a-z_0-9]+)\b", r"%(\1)s", named.replace("SCHEMA_NAME", schema))
 
 
+def _without_enums(values: Mapping[str, object]) -> dict[str, object]:
+    """Return values as psycopg takes them: it knows no enums."""
+    return {n: v.value if isinstance(v, enum.Enum) else v for n, v in values.items()}
+
+
 class Postgres:
     """A connection to a ledger in Postgres, which many workers share.
 
@@ -3285,6 +3370,7 @@ class Postgres:
 
     shared = True
     claim_rows = CLAIM_ROWS
+    jobs_sql = POSTGRES_JOBS
     begin_sql = POSTGRES_BEGIN
     snapshot_sql = POSTGRES_SNAPSHOT
     migrations = POSTGRES_MIGRATIONS
@@ -3351,12 +3437,10 @@ class Postgres:
 
     def execute(self, sql: str, values: Mapping[str, object]) -> Any:
         """Run one statement. Raises LedgerError and its kinds."""
-        plain = {
-            name: value.value if isinstance(value, enum.Enum) else value
-            for name, value in values.items()
-        }
         with self.translated():
-            return self._db.execute(for_postgres(sql, self._dsn.schema), plain or None)
+            return self._db.execute(
+                for_postgres(sql, self._dsn.schema), _without_enums(values) or None
+            )
 
     def claim(self, sql: str, values: Mapping[str, object]) -> Any:
         """Read rows and lock them, but for those that another worker has locked."""
@@ -3366,6 +3450,14 @@ class Postgres:
         """Run an INSERT; return the id of its line, or None where it made none."""
         line = self.execute(sql + " RETURNING id", values).fetchone()
         return line[0] if line else None
+
+    def execute_many(self, sql: str, lines: Sequence[Mapping[str, object]]) -> int:
+        """Run one statement for each line, in few round trips; return how many it changed."""
+        with self.translated(), self._db.cursor() as cursor:
+            cursor.executemany(
+                for_postgres(sql, self._dsn.schema), list(map(_without_enums, lines))
+            )
+            return cast(int, cursor.rowcount)
 
     @contextlib.contextmanager
     def translated(self, name: str | None = None) -> Iterator[None]:
@@ -3440,6 +3532,11 @@ class Ledger:
         # give up. By itself a ledger gives up after one wait.
         self.on_busy: Callable[[LedgerBusy, int], None] = _give_up
         self._in_transaction = False
+        # Of the open transaction: attempts as they are in it, and lines to be written before
+        # anything else is read, by their statements.
+        self._rows: dict[int, Job] = {}
+        self._asked_for: set[str] = set()
+        self._unwritten: dict[str, list[dict[str, object]]] = {}
         self._db = connect(place)
         # Who claims: a name that no other worker has, also after a restart.
         self.worker = worker_name() if self.shared else ""
@@ -3473,6 +3570,8 @@ class Ledger:
         a lock, so nothing that was begun is ever done twice. A connection that breaks is made
         again, but within a transaction: that is undone, and LedgerLost says so.
         """
+        if self._unwritten:
+            self._write()
         for tries in count(1):
             try:
                 if tries > 1:
@@ -3483,6 +3582,30 @@ class Ledger:
                     raise
                 self.on_busy(exc, tries)
         raise AssertionError("count() has no end")
+
+    def _later(self, sql: str, **values: object) -> None:
+        """Write a line of this transaction before the next statement, or with the commit.
+
+        Many lines of one statement then go together: each statement by itself costs a round
+        trip, or a turn at the interpreter's lock.
+        """
+        lines = self._unwritten.setdefault(sql, [])
+        lines.append(values)
+        if len(lines) >= ADD_ROWS:
+            self._write()
+            self._forget()
+
+    def _write(self) -> None:
+        """Write what was put off, an attempt's state first. Raises LedgerError.
+
+        Their attempts were read in this transaction, so a line that is not found is a fault.
+        """
+        unwritten, self._unwritten = self._unwritten, {}
+        for sql in sorted(unwritten, key=WRITTEN_IN_ORDER.index):
+            lines = unwritten[sql]
+            found = self._db.execute_many(sql, lines)
+            if sql == SQL_CHANGE and found != len(lines):
+                raise LedgerError(f"{self.place}: rows changed under a commit, which is undone")
 
     def _migrate(self) -> None:
         """Bring an older schema up to date, a step in one commit each."""
@@ -3528,8 +3651,11 @@ class Ledger:
         self._in_transaction = True
         try:
             yield
+            if self._unwritten:
+                self._write()
             self._commit()
         except BaseException:
+            self._unwritten.clear()
             # After a full disk SQLite has rolled back by itself, and what broke is undone.
             if self._db.in_transaction:
                 with contextlib.suppress(LedgerLost):
@@ -3537,6 +3663,7 @@ class Ledger:
             raise
         finally:
             self._in_transaction = False
+            self._forget()
 
     def _commit(self) -> None:
         self._execute(SQL_COMMIT)
@@ -3557,7 +3684,33 @@ class Ledger:
         return line[0] if line else None
 
     def job(self, id: int) -> Job:
-        return self._jobs(SQL_JOB, id=id)[0]
+        """Return an attempt; within a transaction as it is in it, also to its end."""
+        if not self._in_transaction:
+            return self._jobs(SQL_JOB, id=id)[0]
+        if id not in self._rows:
+            self.hold([id])
+        return self._rows[id]
+
+    def hold(self, ids: Iterable[int], job_ids: Iterable[str] = ()) -> None:
+        """Read attempts that this transaction will change, all at once; nobody else can now.
+
+        With `job_ids`, also whatever attempts have these jobs, so that `holder` knows them.
+        """
+        new = [id for id in ids if id not in self._rows]
+        asked = set(job_ids) - self._asked_for
+        if new or asked:
+            lists = {"ids": json.dumps(new), "job_ids": json.dumps(sorted(asked))}
+            self._keep(self._jobs(self._db.jobs_sql, **lists))
+            self._asked_for |= asked
+
+    def _forget(self) -> None:
+        self._rows.clear()
+        self._asked_for.clear()
+
+    def _keep(self, jobs: list[Job]) -> list[Job]:
+        """Remember attempts that this transaction has to itself."""
+        self._rows.update((job.id, job) for job in jobs)
+        return jobs
 
     def job_of_row(self, row: str) -> Job | None:
         """Return the latest attempt of a row."""
@@ -3566,6 +3719,11 @@ class Ledger:
 
     def holder(self, job_id: str) -> Job | None:
         """Return the attempt that has this job id."""
+        for job in self._rows.values():
+            if job.job_id == job_id:
+                return job
+        if job_id in self._asked_for:
+            return None
         found = self._jobs(SQL_HOLDER, job_id=job_id)
         return found[0] if found else None
 
@@ -3596,6 +3754,17 @@ class Ledger:
     def with_status(self, status: Status, after: int = 0, limit: int = NO_LIMIT) -> list[Job]:
         """Return latest attempts in the order in which they were added, from `after` on."""
         return self._jobs(SQL_BY_STATUS, status=status, after=after, limit=limit)
+
+    def every(self, *statuses: Status, batch: int = 1000) -> Iterator[Job]:
+        """Yield every latest attempt in these statuses, one after the other, in order.
+
+        No read stays open between batches.
+        """
+        for status in statuses:
+            after = 0
+            while found := self.with_status(status, after, batch):
+                yield from found
+                after = found[-1].id
 
     def claimable(
         self, status: Status, now_ms: int, after: int = 0, limit: int = NO_LIMIT
@@ -3633,7 +3802,10 @@ class Ledger:
         longest_s = max(LEASE_S, RETRY_AFTER_CAP_S) * (1 + POLL_JITTER)
         no_lease = cast(int, values["now"]) + round(longest_s * 1000)
         facts = {"limit": min(limit, self._db.claim_rows), "no_lease": no_lease, **values}
-        return [_job_from(line) for line in self._db.claim(sql, facts).fetchall()]
+        if self._unwritten:
+            self._write()
+        found = [_job_from(line) for line in self._db.claim(sql, facts).fetchall()]
+        return self._keep(found) if self._in_transaction else found
 
     def lock_paces(self) -> dict[str, int]:
         """Return the stored times of all budgets and gates, in ms UTC.
@@ -3791,8 +3963,9 @@ class Ledger:
             self._db.lock_schema()
             if self.meta("namespace") is not None:
                 raise LedgerError(f"{self.place}: is a ledger already, and is not written over")
-            for write, line in source.lines():
-                self._execute(write, **line)
+            for write, lines in groupby(source.lines(), key=itemgetter(0)):
+                while batch := [line for _, line in islice(lines, ADD_ROWS)]:
+                    self._db.execute_many(write, batch)
             self._db.copied()
             self._execute(SQL_UNSET_META, name="moving")
             if move:
@@ -3821,7 +3994,7 @@ class Ledger:
     def record_pace(self, name: str, at_ms: int) -> None:
         """A budget was used, or a gate is shut, until this time."""
         with self.transaction():
-            self._execute(SQL_SET_PACE, name=name, at=at_ms)
+            self._later(SQL_SET_PACE, name=name, at=at_ms)
 
     def record_added(
         self, rows: Iterable[NewRow], log: InputLog, now_ms: int, replace: bool = False
@@ -3832,28 +4005,53 @@ class Ledger:
         default given now that differs from what the row was built with, is a problem;
         with `replace` it takes the place of what was not bought, as `fate_of` says.
         """
-        added, namespace = Added(), self._namespace()
+        added, namespace, left = Added(), self._namespace(), iter(rows)
         with self.transaction():
-            for row in rows:
-                added.rows.add(row.row)
-                if self._add(row, 1, namespace, now_ms, row.source):
-                    added.new += 1
+            while batch := list(islice(left, ADD_ROWS)):
+                added.rows.update(row.row for row in batch)
+                if self._add_new(batch, namespace, now_ms):
+                    added.new += len(batch)
                     continue
-                there = self.job_of_row(row.row)
-                assert there is not None
-                match fate_of(there, row, replace):
-                    case Fate.SAME:
-                        added.existing += 1
-                    case Fate.REPLACE:
-                        self.record_replaced(there, row, now_ms)
-                        added.replaced += 1
-                    case Fate.BUY_AGAIN:
-                        self.record_retried(there, now_ms, row)
-                        added.replaced += 1
-                    case problem:
-                        log.add(row.source, problem)
+                for row in batch:
+                    self._add_or_compare(row, namespace, now_ms, replace, added, log)
             log.check()
         return added
+
+    def _add_new(self, rows: Sequence[NewRow], namespace: str, now_ms: int) -> bool:
+        """Add rows in few statements; False, with none added, where one of them is there."""
+        lines = [_added_facts(row, 1, namespace, now_ms) for row in rows]
+        self._execute(SQL_SAVEPOINT)
+        if all_new := self._db.execute_many(SQL_ADD, lines) == len(lines):
+            events = [
+                {"key": line["key"], "now": now_ms, "detail": quiet(line["source"])}
+                for line in lines
+            ]
+            self._db.execute_many(SQL_ADDED_EVENT, events)
+        else:
+            self._execute(SQL_BACK_TO_SAVEPOINT)
+        self._execute(SQL_RELEASE_SAVEPOINT)
+        return all_new
+
+    def _add_or_compare(
+        self, row: NewRow, namespace: str, now_ms: int, replace: bool, added: Added, log: InputLog
+    ) -> None:
+        """Add one row, or do with the one that is there what `fate_of` says."""
+        if self._add(row, 1, namespace, now_ms, row.source):
+            added.new += 1
+            return
+        there = self.job_of_row(row.row)
+        assert there is not None
+        match fate_of(there, row, replace):
+            case Fate.SAME:
+                added.existing += 1
+            case Fate.REPLACE:
+                self.record_replaced(there, row, now_ms)
+                added.replaced += 1
+            case Fate.BUY_AGAIN:
+                self.record_retried(there, now_ms, row)
+                added.replaced += 1
+            case problem:
+                log.add(row.source, problem)
 
     def preview(self, rows: Iterable[NewRow], log: InputLog, replace: bool) -> Iterator[NewRow]:
         """Yield the rows of an input that `record_added` would make or change; write nothing."""
@@ -3869,9 +4067,9 @@ class Ledger:
         return self.meta("namespace") or ""
 
     def _add(self, row: NewRow, attempt: int, namespace: str, now_ms: int, why: str) -> bool:
-        key = idempotency_key(namespace, row.kind, row.row, row.body, attempt)
-        facts = row._asdict() | {"attempt": attempt, "key": key}
-        job = self._db.insert(SQL_ADD, facts | {"status": Status.QUEUED, "now": now_ms})
+        if self._unwritten:
+            self._write()
+        job = self._db.insert(SQL_ADD, _added_facts(row, attempt, namespace, now_ms))
         if job is None:
             return False
         self._event(Recorded(0, now_ms, job, "added", None, Status.QUEUED, why))
@@ -3888,6 +4086,7 @@ class Ledger:
             self._execute(
                 SQL_REPLACE, **row._asdict(), id=same.id, expected=same.status, key=key, now=now_ms
             )
+            self._rows.pop(same.id)
 
     def record_retried(self, job: Job, now_ms: int, row: NewRow | None = None) -> Job:
         """A new attempt of a row is queued, and the old one is history.
@@ -3943,6 +4142,7 @@ class Ledger:
     def _next_attempt(self, old: Job, row: NewRow, now_ms: int) -> Job:
         if self._execute(SQL_RETIRE, id=old.id, expected=old.status).rowcount != 1:
             raise RowChanged(old.row, "has another attempt already")
+        self._rows.pop(old.id, None)
         attempt = old.attempt + 1
         self._add(row, attempt, self._namespace(), now_ms, f"{row.source}, as attempt {attempt}")
         new = self.job_of_row(old.row)
@@ -3980,12 +4180,14 @@ class Ledger:
             with self.transaction():
                 for status in Status:
                     self._execute(SQL_RELEASE, expected=status, worker=self.worker)
+                self._rows.clear()
 
     def _hold(self, sql: str, job: Job, **values: object) -> None:
         with self.transaction():
             facts = {"id": job.id, "expected": job.status, "token": job.token} | values
             if self._execute(sql, **facts).rowcount != 1:
                 raise RowChanged(job.row, _TAKEN)
+            self._rows.pop(job.id, None)
 
     # -- recording what Sume does --
 
@@ -4109,9 +4311,9 @@ class Ledger:
         return done
 
     def _name_outputs(self, job: Job, reading: Reading) -> None:
-        self._execute(SQL_DROP_OUTPUTS, job=job.id)
+        self._later(SQL_DROP_OUTPUTS, job=job.id)
         for position, url in enumerate(reading.urls):
-            self._execute(SQL_ADD_OUTPUT, job=job.id, position=position, url=url)
+            self._later(SQL_ADD_OUTPUT, job=job.id, position=position, url=url)
 
     def record_cost(self, job: Job, cost: Cost, now_ms: int) -> Job:
         """A job was read afresh; what it cost is known, or is something else now.
@@ -4224,9 +4426,8 @@ class Ledger:
                 before, now = show_usd(current.cost_micros), show_usd(after.cost_micros)
                 detail = f"{detail or ''} (cost was ${before}, is ${now})".strip()
             was = {"expected": current.status, "expected_token": current.token}
-            cursor = self._execute(SQL_CHANGE, **after._asdict(), **was)
-            if cursor.rowcount != 1:
-                raise RowChanged(job.row, "was changed by another process")
+            self._later(SQL_CHANGE, **after._asdict(), **was)
+            self._rows[job.id] = after
             if event != "status" or _said(current) != _said(after):
                 detail = detail or cast("str | None", changes.get("trouble", changes.get("note")))
                 moved = (current.status, after.status)
@@ -4235,7 +4436,14 @@ class Ledger:
 
     def _event(self, fact: Recorded) -> None:
         detail = fact.detail and quiet(fact.detail)
-        self._execute(SQL_EVENT, **fact._replace(detail=detail)._asdict())
+        self._later(SQL_EVENT, **fact._replace(detail=detail)._asdict())
+
+
+def _added_facts(row: NewRow, attempt: int, namespace: str, now_ms: int) -> dict[str, Any]:
+    """Return what SQL_ADD stores of a new attempt."""
+    key = idempotency_key(namespace, row.kind, row.row, row.body, attempt)
+    facts = row._asdict() | {"attempt": attempt, "key": key}
+    return facts | {"status": Status.QUEUED, "now": now_ms}
 
 
 _TAKEN = "was taken over by another worker meanwhile; nothing was changed"
@@ -4277,9 +4485,13 @@ def _give_up(exc: LedgerBusy, tries: int) -> None:
         raise exc
 
 
+_STATUS_AT = Job._fields.index("status")
+_STATUSES: Mapping[str, Status] = {status.value: status for status in Status}
+
+
 def _job_from(line: Sequence[Any]) -> Job:
-    job = Job._make(line)
-    return job._replace(status=Status(job.status))
+    status = _STATUSES[line[_STATUS_AT]]
+    return Job._make((*line[:_STATUS_AT], status, *line[_STATUS_AT + 1 :]))
 
 
 def ledger_exists(place: Place) -> bool:
@@ -4674,6 +4886,26 @@ class FileReply(NamedTuple):
     chunks: Iterator[bytes]
 
 
+@functools.cache
+def exact_url() -> type:
+    """Return a kind of URL that goes on the wire as it is given: httpx would spell it anew.
+
+    A proxy is still asked for host and port alone.
+    """
+    import httpx
+
+    class Exact(httpx.URL):
+        def __init__(self, base: httpx.URL, target: bytes) -> None:
+            super().__init__(base)
+            self._target = target
+
+        @property
+        def raw_path(self) -> bytes:
+            return self._target
+
+    return Exact
+
+
 class Sume:
     """A client for one thread. Every method returns an answer or says why there is none."""
 
@@ -4698,13 +4930,15 @@ class Sume:
         forms = (key, json.dumps(key)[1:-1], quote(key, safe=""), quote(key))
         # A made-up key of a letter or two stands in every word, and is no secret.
         self._forms = forms if len(key) > MAX_MADE_UP_KEY_CHARS else ()
-        self._host = httpx.URL(account.base_url).netloc.decode()
+        self._base = httpx.URL(account.base_url)
+        self._host = self._base.netloc.decode()
+        self._headers = httpx.Headers(auth | agent)
         # Loopback is reached directly: a proxy would get the key in clear.
-        trust = not is_loopback(httpx.URL(account.base_url).host)
+        trust = not is_loopback(self._base.host)
 
         def client(kept: int) -> httpx.Client:
             limits = httpx.Limits(max_keepalive_connections=kept)
-            return httpx.Client(headers=auth | agent, verify=tls, trust_env=trust, limits=limits)
+            return httpx.Client(headers=self._headers, verify=tls, trust_env=trust, limits=limits)
 
         # Clients without the key, made when a link needs them: by whether they go directly.
         self._tls = tls
@@ -4746,7 +4980,6 @@ class Sume:
         `held` is asked at the last moment, when name, connection and TLS are done and no
         byte of the request has left; if it says why not, nothing is sent.
         """
-        headers = {"Idempotency-Key": key, "Content-Type": "application/json"}
 
         def trace(event: str, info: object) -> None:
             if event == "http11.send_request_headers.started" and (why := held()):
@@ -4757,9 +4990,9 @@ class Sume:
             "POST",
             f"/{kind}s",
             POST_DEADLINE_S,
-            headers=headers,
-            content=body,
-            extensions={"trace": trace},
+            body,
+            {"Idempotency-Key": key},
+            trace,
         )
 
     def read(self, kind: Kind, job_id: str) -> Reply | Failure:
@@ -4778,12 +5011,7 @@ class Sume:
     def cancel(self, job_id: str) -> Reply | Failure:
         """POST a wish that a job is not made (sume-api.md 1.3); asking again changes nothing."""
         return self._request(
-            self._submitter,
-            "POST",
-            f"/jobs/{job_id}/cancel",
-            READ_DEADLINE_S,
-            headers={"Content-Type": "application/json"},
-            content=b"{}",
+            self._submitter, "POST", f"/jobs/{job_id}/cancel", READ_DEADLINE_S, b"{}"
         )
 
     def judge(self, link: str) -> Link:
@@ -4801,12 +5029,6 @@ class Sume:
         """
         import httpx
 
-        class Exact(httpx.URL):
-            # What goes on the wire; a proxy is still asked for host and port alone.
-            @property
-            def raw_path(self) -> bytes:
-                return link.target
-
         assert link.own or not keyed
         client = self._submitter if keyed else self._visitor(link.loopback)
         client.cookies.clear()
@@ -4817,7 +5039,7 @@ class Sume:
             timeout=httpx.Timeout(DOWNLOAD_STALL_S, connect=CONNECT_TIMEOUT_S),
             extensions={"trace": _Doorman(link, progress)},
         )
-        request.url = Exact(f"{link.origin}/")
+        request.url = exact_url()(httpx.URL(f"{link.origin}/"), link.target)
         with contextlib.closing(client.send(request, stream=True)) as response:
             headers = {
                 name.lower(): self._hide_link(value, link)
@@ -4864,19 +5086,24 @@ class Sume:
         return quiet(f"{self._hide_link(text, link)} ({link.origin})")
 
     def _request(
-        self, client: Any, method: str, path: str, deadline_s: float, **parts: Any
+        self,
+        client: Any,
+        method: str,
+        path: str,
+        deadline_s: float,
+        content: bytes | None = None,
+        more: Mapping[str, str] = MappingProxyType({}),
+        trace: Callable[[str, object], None] | None = None,
     ) -> Reply | Failure:
-        import httpx
-
         limit_s = self._clock.awake_s() + deadline_s
-        timeout = httpx.Timeout(deadline_s, connect=CONNECT_TIMEOUT_S)
-        url = self._account.base_url + path
         try:
-            with client.stream(method, url, timeout=timeout, **parts) as response:
-                if "," in response.headers.get("content-encoding", ""):
+            request = self._made(method, path, deadline_s, content, more, trace)
+            with contextlib.closing(client.send(request, stream=True)) as response:
+                packing = response.headers.get("content-encoding")
+                if "," in (packing or ""):
                     return Failure(Miss.UNKNOWN, "an answer that is packed more than once")
                 body = bytearray()
-                for chunk in response.iter_bytes():
+                for chunk in response.iter_bytes() if packing else response.iter_raw():
                     body += chunk
                     if len(body) > MAX_ANSWER_BYTES:
                         return Failure(Miss.UNKNOWN, f"an answer over {MAX_ANSWER_BYTES} bytes")
@@ -4889,6 +5116,32 @@ class Sume:
         except Exception as exc:
             failure = classify(exc)
             return Failure(failure.miss, quiet(f"{self._hide(failure.text)} ({self._host})"))
+
+    def _made(
+        self,
+        method: str,
+        path: str,
+        deadline_s: float,
+        content: bytes | None,
+        more: Mapping[str, str],
+        trace: Callable[[str, object], None] | None,
+    ) -> httpx.Request:
+        """Return a request. The client's own way merges URL, headers and cookies anew for each."""
+        import httpx
+
+        headers = self._headers.copy()
+        headers.update(more)
+        if content is not None:
+            headers["Content-Type"] = "application/json"
+        timeout = httpx.Timeout(deadline_s, connect=CONNECT_TIMEOUT_S)
+        extensions: dict[str, Any] = {"timeout": timeout.as_dict()}
+        if trace is not None:
+            extensions["trace"] = trace
+        request = httpx.Request(
+            method, self._base, headers=headers, content=content, extensions=extensions
+        )
+        request.url = exact_url()(self._base, self._base.raw_path + path.encode())
+        return request
 
 
 _HELD: Mapping[Miss, str] = {
@@ -6211,7 +6464,11 @@ class Engine:
         self._pacing = Pacing(settings.writes_per_minute, settings.reads_per_minute, rng)
         self._flying: dict[int, Call] = {}
         self._seen: dict[int, Seen] = {}
+        # Open or unanswered rows that are let be for a while, to a steady time: few of all.
+        self._resting: dict[int, float] = {}
+        # Attempts that this run has sent, and the highest of their ids.
         self._first_sends: set[int] = set()
+        self._last_first = 0
         self._strays: set[int] = set()
         # Queued attempts up to this id were looked at; out of scope ones only once.
         self._after = 0
@@ -6320,14 +6577,14 @@ class Engine:
             return None
         if limit is not None and len(self._first_sends) >= limit:
             return None
-        queued = [job for job in self._ledger.with_status(Status.QUEUED) if self._in_scope(job)]
-        found = [(job, self._estimate(job)) for job in queued]
-        priced = [(job, micros) for job, micros in found if micros is not None]
-        if not queued or (priced and self._fits(priced[0][0])):
+        estimates = [
+            self._estimate(job) for job in self._ledger.every(Status.QUEUED) if self._in_scope(job)
+        ]
+        priced = [micros for micros in estimates if micros is not None]
+        if not estimates or (priced and self._has_room_for(priced[0])):
             return None
-        spent = self._counted_micros()
-        needed = spent + sum(micros for _, micros in priced)
-        return Capped(len(queued), len(queued) - len(priced), needed, spent, self._unpriced)
+        spent, unpriced = self._counted_micros(), len(estimates) - len(priced)
+        return Capped(len(estimates), unpriced, spent + sum(priced), spent, self._unpriced)
 
     def _counted_micros(self) -> int:
         """Return what counts against a cap: known costs, and estimates of the rest."""
@@ -6396,7 +6653,9 @@ class Engine:
                 wall_ms = self._clock.wall_ms()
                 now_s, now_ms = self._clock.awake_s(), self._ledger.now_ms(wall_ms)
                 self._ahead_ms, self._planned_s = now_ms - wall_ms, now_s
-                for answer in [*answers, *self._overruns(now_s)]:
+                came = [*answers, *self._overruns(now_s)]
+                self._ledger.hold((answer.call.job.id for answer in came), _named_jobs(came))
+                for answer in came:
                     self._record(answer, now_s, now_ms)
                 self._record_parts()
                 if self._in_doubt:
@@ -6529,13 +6788,14 @@ class Engine:
         """Claim what is sent now: unknown outcomes first, then new rows, in order."""
         # One worker is left for reads, so that held submits never stop the polling.
         free -= self._own_workers() > 1
-        submits = self._submits_flying()
+        submits, reads = self._submits_flying(), self._reads_flying()
+        replays, queued = self._replays(now_s, now_ms), self._sendable(free, now_ms)
         while (
             free > 0
             and self._halt is None
-            and self._pacing.may_submit(now_s, submits, submits + self._reads_flying())
+            and self._pacing.may_submit(now_s, submits, submits + reads)
         ):
-            job = self._next_replay(now_s, now_ms) or self._next_queued(submits, now_s, now_ms)
+            job = next(replays, None) or self._next_queued(queued, submits, now_s)
             if job is None:
                 return
             self._pacing.writes.take(now_s)
@@ -6565,10 +6825,14 @@ class Engine:
         self._flying[job.id] = call
         return call
 
-    def _next_replay(self, now_s: float, now_ms: int) -> Job | None:
-        """Return a row whose last send may have arrived; one too old goes to review."""
+    def _replays(self, now_s: float, now_ms: int) -> Iterator[Job]:
+        """Yield rows whose last send may have arrived; one too old goes to review."""
+        if not self._ledger.shared and (
+            self._totals.by_status[Status.SENDING] == self._submits_flying()
+        ):
+            return
         for job in self._ledger.claimable(Status.SENDING, now_ms):
-            if job.id in self._flying or self._see(job).not_before_s > now_s:
+            if job.id in self._flying or self._rests(job, now_s):
                 continue
             why = too_old(job.first_sent_at or 0, now_ms, self._settings.key_ttl_s)
             # Of a server's clock nobody here can say that it fell.
@@ -6578,9 +6842,9 @@ class Engine:
             if self._settings.key_ttl_s is not None and fallen > CLOCK_FALL_LIMIT_S * 1000:
                 why = why or f"the clock was set back by {show_time(fallen / 1000)}"
             if why is None:
-                return job
-            self._review(job, f"an earlier send may have arrived, and {why}", now_ms)
-        return None
+                yield job
+            else:
+                self._review(job, f"an earlier send may have arrived, and {why}", now_ms)
 
     def _estimate(self, job: Job) -> int | None:
         prices = self._settings.prices
@@ -6591,44 +6855,53 @@ class Engine:
 
     def _fits(self, job: Job) -> bool:
         """Say whether a row can be bought without any chance to exceed the cap."""
-        cap = self._settings.max_cost_micros
-        if cap is None:
+        if self._settings.max_cost_micros is None:
             return True
         micros = self._estimate(job)
-        return micros is not None and not self._unpriced and self._counted_micros() + micros <= cap
+        return micros is not None and self._has_room_for(micros)
 
-    def _next_queued(self, submits: int, now_s: float, now_ms: int) -> Job | None:
+    def _has_room_for(self, micros: int) -> bool:
+        cap = self._settings.max_cost_micros
+        return cap is None or (not self._unpriced and self._counted_micros() + micros <= cap)
+
+    def _next_queued(self, queued: Iterator[Job], submits: int, now_s: float) -> Job | None:
         """Return the next row that may be sent, if Sume's queue and the cap have room."""
         window, ours = self._pacing.window, self._open_count() + submits
-        job = self._peek_queued(now_ms) if window.has_room(ours, now_s) else None
-        if job is not None and not self._fits(job):
+        job = next(queued, None) if window.has_room(ours, now_s) else None
+        if job is None or not self._fits(job):
             return None
-        if job is not None:
-            window.sent(ours, now_s)
-            self._after = job.id
-            self._first_sends.add(job.id)
+        window.sent(ours, now_s)
+        self._after = job.id
+        self._first_sends.add(job.id)
+        self._last_first = max(self._last_first, job.id)
         return job
 
-    def _peek_queued(self, now_ms: int | None = None) -> Job | None:
-        """Return the next row that scope and --limit allow; what they do not is passed once.
+    def _sendable(self, wanted: int, now_ms: int | None = None) -> Iterator[Job]:
+        """Yield the rows that scope and --limit allow; what they do not is passed once.
 
         New rows and new attempts have higher ids, and a row that returns sets `_after` back.
-        With `now_ms` it is to be claimed, and rows that another worker has are passed too.
+        With `now_ms` they are to be claimed, and rows that another worker has are passed too.
+        Who takes a row sets `_after`, before it asks for the next one.
         """
         limit = self._settings.limit
-        spent = limit is not None and len(self._first_sends) >= limit
-        while batch := self._queued_after(now_ms):
+        while batch := self._queued_after(wanted, now_ms):
             for job in batch:
+                spent = limit is not None and len(self._first_sends) >= limit
+                if spent and job.id > self._last_first:
+                    # None of the rows from here on was sent before.
+                    return
                 again = job.id in self._first_sends
                 if self._in_scope(job) and (again or not spent) and self._is_priced(job):
-                    return job
-                self._after = job.id
-        return None
+                    yield job
+                else:
+                    self._after = job.id
+            # Where rows are passed, many may be.
+            wanted = PASSED_ROWS
 
-    def _queued_after(self, now_ms: int | None) -> list[Job]:
+    def _queued_after(self, wanted: int, now_ms: int | None) -> list[Job]:
         if now_ms is None:
-            return self._ledger.with_status(Status.QUEUED, self._after, 100)
-        return self._ledger.claimable(Status.QUEUED, now_ms, self._after, 100)
+            return self._ledger.with_status(Status.QUEUED, self._after, wanted)
+        return self._ledger.claimable(Status.QUEUED, now_ms, self._after, wanted)
 
     def _claim_reads(self, now_s: float, now_ms: int, free: int) -> Iterator[Call]:
         """Claim the reads whose time has come, evenly spaced, longest due first."""
@@ -6637,10 +6910,9 @@ class Engine:
         free = min(free, max(1, self._own_workers() - 1) - reading)
         if free <= 0 or not self._pacing.may_read(now_s, reading, reading + submits):
             return
-        held = {id for id, seen in self._seen.items() if seen.not_before_s > now_s}
-        skip = len(self._flying) + len(held)
+        skip = len(self._flying) + len(self._resting)
         for job in self._ledger.due(now_ms, now_ms + self._horizon_ms(), free + skip):
-            if job.id in self._flying or job.id in held:
+            if job.id in self._flying or self._rests(job, now_s):
                 continue
             if free <= 0 or not self._pacing.may_read(now_s, reading, reading + submits):
                 return
@@ -6729,11 +7001,19 @@ class Engine:
     def _in_scope(self, job: Job) -> bool:
         return self._scope is None or job.row in self._scope
 
+    def _rests(self, job: Job, now_s: float) -> bool:
+        """Say whether a row is let be for now."""
+        if self._resting.get(job.id, now_s) > now_s:
+            return True
+        self._resting.pop(job.id, None)
+        return False
+
     def _see(self, job: Job) -> Seen:
         return self._seen.get(job.id) or self._meet(job, self._clock.awake_s())
 
     def _meet(self, job: Job, since_s: float) -> Seen:
         """Begin to remember a row, from now on or anew."""
+        self._resting.pop(job.id, None)
         self._seen[job.id] = Seen(ahead_ms=self._clock.ahead_ms(), since_s=since_s)
         return self._seen[job.id]
 
@@ -6802,7 +7082,7 @@ class Engine:
                 wait = max(
                     backoff_s(seen.errors, self._rng, BACKOFF_CAP_S), outcome.retry_after_s or 0.0
                 )
-                seen.not_before_s = now_s + wait
+                self._resting[job.id] = now_s + wait
                 seen.errors += 1
                 again_ms = now_ms + round(wait * 1000)
                 after = self._ledger.record_unanswered(job, trouble, now_ms, again_ms)
@@ -6894,7 +7174,7 @@ class Engine:
                 self._record_word(call, reading, now_ms)
             case Said.PAUSED:
                 # Another row is the next probe: one job's trouble must not stop the rest.
-                seen.not_before_s = now_s + self._settings.poll_interval_s
+                self._resting[job.id] = now_s + self._settings.poll_interval_s
                 self._ledger.record_handed_back(job)
                 if reading.broken:
                     seen.was_read = True
@@ -7140,6 +7420,7 @@ class Engine:
             self._unpriced = [job for job in self._unpriced if job.id != after.id]
         if after.status in FINAL or after.status is Status.REVIEW:
             self._seen.pop(after.id, None)
+            self._resting.pop(after.id, None)
         self._untold.append(Changed(before, after, now_ms))
         return after
 
@@ -7164,9 +7445,10 @@ class Engine:
 
     def _reload(self, now_s: float, now_ms: int, last: bool = False) -> None:
         """Now and then, and at the end, count again: other commands change rows beside a run."""
+        if now_s - self._loaded_s < RECOUNT_S and not last:
+            return
         version = self._ledger.data_version()
-        wait_s = TOTALS_RELOAD_S if version == self._version else RECOUNT_S
-        if now_s - self._loaded_s < wait_s and not last:
+        if version == self._version and now_s - self._loaded_s < TOTALS_RELOAD_S and not last:
             return
         self._loaded_s, self._version = now_s, version
         if self._ledger.shared:
@@ -7225,7 +7507,7 @@ class Engine:
         if self._ledger.with_status(Status.SENDING, limit=1):
             return True
         # What does not fit under the cap waits for what is open, and nothing is open.
-        queued = self._peek_queued()
+        queued = next(self._sendable(1), None)
         return queued is not None and self._fits(queued)
 
     def _wait_s(self) -> float:
@@ -7237,8 +7519,7 @@ class Engine:
         if self._closing_s is not None:
             dues.append(self._closing_s + SIGNAL_GRACE_S)
         send_s = self._pacing.submit_at_s()
-        replays = [seen.not_before_s for seen in self._seen.values() if seen.not_before_s]
-        dues += [send_s, *(max(send_s, at) for at in replays)]
+        dues += [send_s, *(max(send_s, at_s) for at_s in self._resting.values())]
         now_ms = self._now_ms()
         due_ms = self._ledger.next_due_ms(now_ms + self._horizon_ms())
         if due_ms is not None:
@@ -7249,6 +7530,13 @@ class Engine:
         # What was due when the turn was planned waits for an answer, not for a time.
         ahead = [due for due in dues if due > self._planned_s]
         return max(0.0, min(TICK_S, min(ahead, default=now_s + TICK_S) - now_s))
+
+
+def _named_jobs(answers: Iterable[Answer]) -> Iterator[str]:
+    """Yield the ids of the jobs that answers to submits name."""
+    for answer in answers:
+        if isinstance(answer.meaning, Outcome) and answer.meaning.job_id is not None:
+            yield answer.meaning.job_id
 
 
 def _with_ids(exc: LedgerError, answers: Sequence[Answer]) -> LedgerError:
@@ -7441,7 +7729,8 @@ class RunView:
     def __init__(self) -> None:
         self.totals = Totals()
         self.open: dict[int, Job] = {}
-        self.recent: deque[Job] = deque(maxlen=RECENT_ROWS)
+        # By row: each is shown once, by its latest attempt. What ended last is the last.
+        self.recent: dict[str, Job] = {}
         self.start_ms = self.now_ms = 0
         self.finished = 0
         self.waiting: str | None = None
@@ -7460,13 +7749,13 @@ class RunView:
             case Changed(before=before, after=after):
                 self.now_ms = event.at_ms
                 self.open.pop(after.id, None)
-                # A row is shown once, by its latest attempt.
-                others = (job for job in self.recent if job.row != after.row)
-                self.recent = deque(others, maxlen=RECENT_ROWS)
+                self.recent.pop(after.row, None)
                 if after.status in OPEN or after.status is Status.SENDING:
                     self.open[after.id] = after
                 elif after.status is not Status.QUEUED:
-                    self.recent.appendleft(after)
+                    self.recent[after.row] = after
+                    if len(self.recent) > RECENT_ROWS:
+                        del self.recent[next(iter(self.recent))]
                 self.finished += after.status in FINAL and before.status not in FINAL
                 if self.loading.pop(after.id, None) and after.trouble:
                     self.files[after.id] = "none"
@@ -7485,8 +7774,10 @@ class RunView:
 
     def rows(self, height: int) -> list[Job]:
         """Return what to show in so many lines: what runs on top, then what ended last."""
-        running = sorted(self.open.values(), key=lambda job: (_ORDER[job.status], job.id))
-        ended = (job for job in self.recent if job.id not in self.loading)
+        place = lambda job: (_ORDER[job.status], job.id)  # noqa: E731  a line says it
+        running = heapq.nsmallest(max(height, 0), self.open.values(), key=place)
+        last = reversed(self.recent.values())
+        ended = (job for job in last if job.id not in self.loading)
         return [*running, *self.loading.values(), *ended][: max(height, 0)]
 
     def downloads(self) -> str:
@@ -7531,7 +7822,8 @@ class LiveTable:
 
         self._console, self._view, self._complete = console, RunView(), complete
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
-        self._drawn_s = 0.0
+        # The steady time from which it may be drawn anew.
+        self._draw_at_s = 0.0
 
     @property
     def height(self) -> int:
@@ -7557,10 +7849,11 @@ class LiveTable:
                 words = inert(self._complete(event.words()), 1000)
                 self._live.console.print(Text(words, "yellow"))
         now_s = time.monotonic()
-        if now_s - self._drawn_s >= REDRAW_S:
-            self._drawn_s = now_s
+        if now_s >= self._draw_at_s:
             with contextlib.suppress(OSError):
                 self._live.update(self.render(), refresh=True)
+            taken_s = time.monotonic() - now_s
+            self._draw_at_s = now_s + max(REDRAW_S, taken_s / DRAW_SHARE)
 
     def render(self) -> RenderableType:
         """Return progress, counts, spent and pace, and as many rows as the window has room for."""
@@ -7886,17 +8179,16 @@ def _expected_cost(group: Group, prices: Prices | None) -> list[str]:
     return [*known, *unknown]
 
 
-def cap_line(rows: Sequence[NewRow], prices: Prices, cap_micros: int, spent_micros: int) -> str:
+def cap_line(estimates: Sequence[int | None], cap_micros: int, spent_micros: int) -> str:
     """Say how far a cap reaches: rows are sent in order, and the first too dear one stops them."""
-    found = [prices.estimate(row.kind, row.model, row.body) for row in rows]
-    known = [micros for micros in found if micros is not None]
+    known = [micros for micros in estimates if micros is not None]
     left, fit = cap_micros - spent_micros, 0
     for micros in known:
         if micros > left:
             break
         left, fit = left - micros, fit + 1
     words = f"--max-cost ${show_usd(cap_micros)}: ${show_usd(spent_micros)} is spent or reserved"
-    words += f", room for {fit} of {counted(len(rows), 'row')}"
+    words += f", room for {fit} of {counted(len(estimates), 'row')}"
     if fit < len(known):
         words += (
             f"; for all with a price it would have to be ${show_usd(spent_micros + sum(known))}"
@@ -9627,17 +9919,27 @@ def _run(
 def _say_estimate(ledger: Ledger, scope: set[str] | None, settings: Settings, voice: Voice) -> None:
     """Say what the rows that are to be sent are expected to cost, and how far a cap reaches."""
     prices, cap = settings.prices, settings.max_cost_micros
-    queued = ledger.with_status(Status.QUEUED)
-    mine = [new_row_of(job) for job in queued if scope is None or job.row in scope]
-    mine = mine[: settings.limit]
+
+    def mine() -> Iterator[NewRow]:
+        # Read anew each time: a hundred thousand rows are not kept for a line about them.
+        rows = (
+            new_row_of(job)
+            for job in ledger.every(Status.QUEUED)
+            if scope is None or job.row in scope
+        )
+        return islice(rows, settings.limit)
+
     if prices is None:
-        if mine:
-            voice.say(f"to send: {counted(len(mine), 'row')}, without a known price: {len(mine)}")
+        every = scope is None and settings.limit is None
+        number = ledger.totals().by_status[Status.QUEUED] if every else sum(1 for _ in mine())
+        if number:
+            voice.say(f"to send: {counted(number, 'row')}, without a known price: {number}")
         return
-    for line in estimate_lines(mine, prices):
+    for line in estimate_lines(mine(), prices):
         voice.say(line)
     if cap is not None:
-        voice.say(cap_line(mine, prices, cap, _spent(ledger, prices)))
+        estimates = [prices.estimate(row.kind, row.model, row.body) for row in mine()]
+        voice.say(cap_line(estimates, cap, _spent(ledger, prices)))
 
 
 def _spent(ledger: Ledger, prices: Prices | None) -> int:
@@ -9745,7 +10047,8 @@ def _show_plan(plan: Plan, settings: Settings, voice: Voice) -> NoReturn:
         for line in plan_lines(send, plan.replay, plan.review, plan.outside, prices):
             print(line)
     if cap is not None and prices is not None:
-        voice.say(cap_line(send, prices, cap, plan.spent_micros))
+        estimates = [prices.estimate(row.kind, row.model, row.body) for row in send]
+        voice.say(cap_line(estimates, cap, plan.spent_micros))
         if plan.blockers:
             voice.say(f"{blocked_words(plan.blockers)}; under --max-cost nothing is sent")
     counts = {"would_send": len(send), "would_replay": len(plan.replay)}
@@ -9852,7 +10155,9 @@ def _summarize(
     mine: Counter[Status] = Counter()
     outside: list[str] = []
     named: dict[Status, dict[str, list[str]]] = {}
-    for job in ledger.latest():
+    # Of all rows the counts are known, and only those that are named need to be looked at.
+    few = (status for status in Status if status not in (Status.QUEUED, Status.COMPLETED))
+    for job in ledger.latest() if scope is not None else ledger.every(*few):
         if scope is not None and job.row not in scope:
             outside += [job.row] if job.status is Status.QUEUED else []
             continue
@@ -9864,6 +10169,8 @@ def _summarize(
             reason = "" if told else job.note or job.trouble or ""
             text = f"{job.row} ({job.job_id})" if job.status in OPEN else job.row
             named.setdefault(group, {}).setdefault(reason, []).append(text)
+    if scope is None:
+        mine = totals.by_status
     for status, hint in _ENDED_HINTS.items():
         if status in named:
             voice.say(f"{status}: {_reasons(named[status])}")

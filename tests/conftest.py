@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -338,6 +339,17 @@ def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> str:
 def new_schema(url: str) -> str:
     """Return what --db names a new ledger on a server."""
     return f"{url}{'&' if '?' in url else '?'}schema=t{os.urandom(6).hex()}"
+
+
+def to_schema_1(db: sqlite3.Connection) -> None:
+    """Make of a ledger what the first schema had made of it."""
+    for index in ("jobs_paid", "jobs_unpaid"):
+        db.execute(f"DROP INDEX {index}")
+    later = {"jobs": ("estimate_micros", "token", "lease_until", "worker")}
+    for table, columns in (later | {"outputs": ("etag", "part_bytes", "part_url")}).items():
+        for column in columns:
+            db.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+    db.execute("PRAGMA user_version = 1")
 
 
 @pytest.fixture

@@ -1441,30 +1441,52 @@ def test_window_is_the_least_that_was_reported() -> None:
     assert not window.has_room(6, 0.0)
 
 
-def test_window_grows_by_one_after_eight_reports_of_one_more() -> None:
+def test_window_believes_more_room_after_a_windowful_of_reports() -> None:
+    """Jobs that ended and were not read count as ours: one report of more says little."""
     window = QueueWindow()
     window.accepted(0, 4)
-    for _ in range(7):
+    for _ in range(3):
         window.accepted(1, 4)
     assert window.size == 4
     window.accepted(1, 4)
     assert window.size == 5
-    # A report that confirms the size begins the count anew.
-    for _ in range(7):
+    # One that reports no more starts the count anew.
+    for _ in range(4):
         window.accepted(2, 4)
     window.accepted(1, 4)
-    window.accepted(2, 4)
+    for _ in range(4):
+        window.accepted(2, 4)
     assert window.size == 5
+    window.accepted(2, 4)
+    assert window.size == 6
 
 
-def test_window_believes_much_room_soon_and_at_most_doubles() -> None:
+def test_window_grows_by_one_an_answer_to_what_is_reported() -> None:
     window = QueueWindow()
     window.full(1, 0.0)
     sizes = []
-    for _ in range(6):
-        window.accepted(50, 1)
+    for _ in range(60):
+        window.accepted(max(0, 50 - int(window.size)), int(window.size))
         sizes.append(window.size)
-    assert sizes == [2, 4, 8, 13, 17, 21]
+    assert sizes[:4] == [2, 3, 4, 5]
+    assert max(sizes) == 50
+
+
+def test_window_is_not_misled_by_jobs_that_ended_unread() -> None:
+    """Twenty places, jobs that end all at once and are read one by one: no submit too many."""
+    window, capacity, ours, at_sume = QueueWindow(), 20, 0, 0
+    for _ in range(30):
+        at_sume = 0
+        while True:
+            while window.has_room(ours, 0.0):
+                assert at_sume < capacity
+                ours, at_sume = ours + 1, at_sume + 1
+                window.accepted(capacity - at_sume, ours)
+            if ours == at_sume:
+                break
+            # One more of those that ended is read.
+            ours -= 1
+        assert at_sume == capacity
 
 
 def test_window_without_reports_grows_like_a_slow_start() -> None:

@@ -355,7 +355,7 @@ def test_closed_terminal_does_not_end_the_run(event: Tick | Notice) -> None:
     with LiveTable(made) as table:
         table(Started(Totals(), [], START_MS))
         file.closed_now = True
-        table._drawn_s = 0.0
+        table._draw_at_s = 0.0
         table(event)
     file.closed_now = False
 

@@ -219,16 +219,16 @@ BREAKS = {
         "",
     ),
     "rows that have each other's job": Break(
-        "                for answer in [*answers, *self._overruns(now_s)]:\n",
+        "                for answer in came:\n",
         "                self._clock.sleep(0.1)\n"
-        "                answers = [*answers, *self._workers.wait(0)]\n"
-        "                good = [a for a in answers if getattr(a.meaning, 'job_id', None)]\n"
+        "                came = [*came, *self._workers.wait(0)]\n"
+        "                good = [a for a in came if getattr(a.meaning, 'job_id', None)]\n"
         "                ids = [a.meaning.job_id for a in good]\n"
         "                ids = ids[1:] + ids[:1]\n"
-        "                answers = [a for a in answers if a not in good] + [\n"
+        "                came = [a for a in came if a not in good] + [\n"
         "                    a._replace(meaning=a.meaning._replace(job_id=id))\n"
         "                    for a, id in zip(good, ids, strict=True)]\n"
-        "                for answer in [*answers, *self._overruns(now_s)]:\n",
+        "                for answer in came:\n",
         "no kill",
         "has the job of another row",
     ),
@@ -255,15 +255,15 @@ BREAKS = {
         "charged were",
     ),
     "history that is not written": Break(
-        "        self._execute(SQL_EVENT, **fact._replace(detail=detail)._asdict())\n",
-        "        self._execute(SQL_EVENT, **fact._replace(detail=detail)._asdict()) if"
+        "        self._later(SQL_EVENT, **fact._replace(detail=detail)._asdict())\n",
+        "        self._later(SQL_EVENT, **fact._replace(detail=detail)._asdict()) if"
         " fact.event != 'final' else None\n",
         "no kill",
         "has not its whole history",
     ),
     "row left out": Break(
-        "        while batch := self._queued_after(now_ms):",
-        "        while batch := self._queued_after(now_ms)[:-1]:",
+        "        while batch := self._queued_after(wanted, now_ms):",
+        "        while batch := self._queued_after(wanted, now_ms)[:-1]:",
         "no kill",
         "",
     ),

@@ -25,7 +25,18 @@ from typing import Any
 import httpx  # noqa: F401  an ordinary user may not read where it lies
 import pytest
 import rich.table  # noqa: F401
-from conftest import POSIX, QUICK, Desk, FakeClock, Shop, clips, in_process, jsonl, until
+from conftest import (
+    POSIX,
+    QUICK,
+    Desk,
+    FakeClock,
+    Shop,
+    clips,
+    in_process,
+    jsonl,
+    to_schema_1,
+    until,
+)
 from servers import FakeSume, drop_after
 
 from sume_resume import Account, Failure, Miss, Status, Sume, open_ledger
@@ -223,13 +234,7 @@ def test_kill_in_a_backup_leaves_a_whole_copy_or_none(shop: Shop, when: str) -> 
 def test_kill_in_a_migration_leaves_one_schema_or_the_other(shop: Shop, when: str) -> None:
     shop.invoke("add", shop.rows(*clips(3)))
     with contextlib.closing(sqlite3.connect(shop.folder / "jobs.db")) as db:
-        db.execute("ALTER TABLE jobs DROP COLUMN estimate_micros")
-        db.execute("ALTER TABLE outputs DROP COLUMN etag")
-        db.execute("ALTER TABLE outputs DROP COLUMN part_bytes")
-        db.execute("ALTER TABLE outputs DROP COLUMN part_url")
-        for column in ("token", "lease_until", "worker"):
-            db.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
-        db.execute("PRAGMA user_version = 1")
+        to_schema_1(db)
     kill = "os.kill(os.getpid(), 9)"
     code = "import os, sume_resume as s; real = s.Ledger._commit\ndef dies(self):\n"
     code += f"    {kill if when == 'before' else 'real(self)'}\n    {kill}\ns.Ledger._commit = dies"

@@ -42,6 +42,16 @@ def find_rooms() -> list[Room]:
     return rooms
 
 
+def test_no_name_is_bound_twice() -> None:
+    """A second function of one name would take the place of the first, also for its callers."""
+    bound = [
+        statement.name
+        for statement in TREE.body
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef)
+    ]
+    assert sorted(set(bound)) == sorted(bound)
+
+
 def bound_names(statement: ast.stmt) -> Iterator[str]:
     """Yield the names that a statement at the top level binds."""
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
@@ -358,9 +368,10 @@ def test_environment_is_read_by_the_cli_alone() -> None:
 def test_every_write_is_a_method_named_after_its_fact() -> None:
     """Only record_ methods (and what they share) run the statements that write."""
     writes = {
-        "SQL_SET_META", "SQL_SET_PACE", "SQL_ADD", "SQL_CHANGE", "SQL_EVENT", "SQL_DROP_OUTPUTS",
-        "SQL_ADD_OUTPUT", "SQL_RETIRE", "SQL_REPLACE", "SQL_SET_FILE", "SQL_SET_PART",
-        "SQL_CLAIM", "SQL_RENEW", "SQL_RELEASE", "SQL_RELEASE_ONE", "SQL_UNSET_META",
+        "SQL_SET_META", "SQL_SET_PACE", "SQL_ADD", "SQL_ADDED_EVENT", "SQL_CHANGE", "SQL_EVENT",
+        "SQL_DROP_OUTPUTS", "SQL_ADD_OUTPUT", "SQL_RETIRE", "SQL_REPLACE", "SQL_SET_FILE",
+        "SQL_SET_PART", "SQL_CLAIM", "SQL_RENEW", "SQL_RELEASE", "SQL_RELEASE_ONE",
+        "SQL_UNSET_META",
     }  # fmt: skip
     ledger = next(n for n in TREE.body if isinstance(n, ast.ClassDef) and n.name == "Ledger")
     users = {
@@ -372,10 +383,13 @@ def test_every_write_is_a_method_named_after_its_fact() -> None:
     }
     assert {name for name in users if not name.startswith("record_")} == {
         "_add",
+        "_add_new",
         "_change",
         "_event",
         "_name_outputs",
         "_next_attempt",
+        # What the others put off, to be written together.
+        "_write",
     }
     statements = {
         name

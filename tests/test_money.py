@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import FILE_ONLY, START_MS, Desk, Shop, clips
+from conftest import FILE_ONLY, START_MS, Desk, Shop, clips, to_schema_1
 from servers import FakeJob, Reply, accept_and_say, drop_after, error, finished
 from test_output import events_of
 
@@ -478,13 +478,7 @@ def test_old_ledger_gets_the_new_column_and_keeps_its_rows(desk: Desk) -> None:
     desk.run(limit=1)
     before = desk.jobs()
     with contextlib.closing(sqlite3.connect(desk.path)) as db:
-        db.execute("ALTER TABLE jobs DROP COLUMN estimate_micros")
-        db.execute("ALTER TABLE outputs DROP COLUMN etag")
-        db.execute("ALTER TABLE outputs DROP COLUMN part_bytes")
-        db.execute("ALTER TABLE outputs DROP COLUMN part_url")
-        for column in ("token", "lease_until", "worker"):
-            db.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
-        db.execute("PRAGMA user_version = 1")
+        to_schema_1(db)
         db.commit()
     assert desk.jobs() == {row: job._replace(token=0) for row, job in before.items()}
     capped(desk, "9.00")

@@ -6,9 +6,9 @@ import itertools
 import json
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 from conftest import Desk, FakeClock, clips
 from servers import Act, FakeJob, FakeSume, Reply, Request, closed_port
@@ -1000,7 +1000,7 @@ class Wire:
     """Whether the network is up, for all clients of one test."""
 
     def __init__(self, port: int) -> None:
-        self.dead = f"http://127.0.0.1:{port}/v1"
+        self.dead = httpx.URL(f"http://127.0.0.1:{port}/v1")
         self.is_down: Callable[[], bool] = lambda: False
         self.refused = 0
 
@@ -1009,14 +1009,14 @@ class Wire:
 
         class Unplugged(Sume):
             def _request(self, *args: Any, **parts: Any) -> Any:
-                account = self._account
+                base = self._base
                 if wire.is_down():
                     wire.refused += 1
-                    self._account = replace(account, base_url=wire.dead)
+                    self._base = wire.dead
                 try:
                     return super()._request(*args, **parts)
                 finally:
-                    self._account = account
+                    self._base = base
 
         return Unplugged
 

@@ -72,11 +72,16 @@ class FailingDb:
     def __init__(self, db: sqlite3.Connection, fault: Fault, wanted: str) -> None:
         self._db, self._wanted = db, wanted
         self._failing = fault.around(db.execute)
+        self._failing_many = fault.around(db.executemany)
 
     def execute(self, sql: str, *args: Any) -> Any:
         commit = sql == sume_resume.SQL_COMMIT
         mine = commit if self._wanted == "commit" else not (commit or sql.startswith("ROLLBACK"))
         return self._failing(sql, *args) if mine else self._db.execute(sql, *args)
+
+    def executemany(self, sql: str, *args: Any) -> Any:
+        mine = self._wanted != "commit"
+        return (self._failing_many if mine else self._db.executemany)(sql, *args)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._db, name)
