@@ -87,6 +87,7 @@ from typing import (
     TextIO,
     assert_never,
     cast,
+    get_type_hints,
 )
 
 import typer
@@ -222,7 +223,7 @@ MAX_ROW_ID_CHARS = 200
 MAX_NOTE_CHARS = 300
 MAX_USAGE_CHARS = 2000
 MAX_INPUT_ERRORS = 10
-# Rows are written so many at a time: enough to save most of the round trips.
+# Rows are written, and held, so many at a time: enough to save most of the round trips.
 ADD_ROWS = 500
 # A million dollars for one clip is no price; sums of a million rows still fit 64 bits.
 MAX_MICROS = 10**12
@@ -3589,11 +3590,7 @@ class Ledger:
         Many lines of one statement then go together: each statement by itself costs a round
         trip, or a turn at the interpreter's lock.
         """
-        lines = self._unwritten.setdefault(sql, [])
-        lines.append(values)
-        if len(lines) >= ADD_ROWS:
-            self._write()
-            self._forget()
+        self._unwritten.setdefault(sql, []).append(values)
 
     def _write(self) -> None:
         """Write what was put off, an attempt's state first. Raises LedgerError.
@@ -3696,6 +3693,10 @@ class Ledger:
 
         With `job_ids`, also whatever attempts have these jobs, so that `holder` knows them.
         """
+        if len(self._rows) >= ADD_ROWS:
+            # A commit of very many facts: what is written can be read again.
+            self._write()
+            self._forget()
         new = [id for id in ids if id not in self._rows]
         asked = set(job_ids) - self._asked_for
         if new or asked:
@@ -9394,6 +9395,16 @@ def _root(
     """Options that belong to no command."""
 
 
+def _command(function: Callable[..., None]) -> Callable[..., None]:
+    """Make a function a command.
+
+    Its annotations are resolved here: left as text, typer would do so three times at each start.
+    """
+    function.__annotations__ = get_type_hints(function, include_extras=True)
+    app.command(epilog="\b\n" + EXIT_CODES)(function)
+    return function
+
+
 def _number(least: float, what: str) -> Callable[[str | None], float | None]:
     """Return a parser of a number that must not be below `least`."""
 
@@ -9655,7 +9666,7 @@ def _say_added(voice: Voice, added: Added, path: Place) -> None:
     voice.tell("added", new=added.new, existing=added.existing, replaced=added.replaced)
 
 
-@app.command(epilog="\b\n" + EXIT_CODES)
+@_command
 def add(
     ctx: typer.Context,
     file: Annotated[
@@ -9706,7 +9717,7 @@ def add(
             voice.end(Exit.DONE, totals=totals_json(ledger.totals()))
 
 
-@app.command(epilog="\b\n" + EXIT_CODES)
+@_command
 def run(
     ctx: typer.Context,
     file: Annotated[
@@ -10302,7 +10313,7 @@ STATUS_TABLE_ROWS = 1000
 FORMATS = ("table", "json", "jsonl", "csv")
 
 
-@app.command(epilog="\b\n" + EXIT_CODES)
+@_command
 def status(
     ctx: typer.Context,
     rows: Annotated[
@@ -10488,7 +10499,7 @@ RowsArgument = Annotated[
 ]
 
 
-@app.command(epilog="\b\n" + EXIT_CODES)
+@_command
 def retry(
     ctx: typer.Context,
     rows: RowsArgument = None,
@@ -10527,7 +10538,7 @@ def retry(
         voice.end(Exit.DONE, totals=totals_json(ledger.totals()))
 
 
-@app.command(epilog="\b\n" + EXIT_CODES)
+@_command
 def cancel(
     ctx: typer.Context,
     rows: RowsArgument = None,
@@ -10663,7 +10674,7 @@ def _client_for(ledger: Ledger) -> Iterator[tuple[Sume, Account]]:
         yield api, account
 
 
-@app.command(epilog="\b\n" + EXIT_CODES)
+@_command
 def resolve(
     ctx: typer.Context,
     rows: RowsArgument = None,
@@ -10731,7 +10742,7 @@ def _resolve_as(ledger: Ledger, job: Job, job_id: str, yes: bool, voice: Voice) 
     _tell_row(voice, job.status, found, words)
 
 
-@app.command(epilog="\b\n" + EXIT_CODES)
+@_command
 def backup(
     ctx: typer.Context,
     file: Annotated[
@@ -10763,7 +10774,7 @@ def backup(
     voice.end(Exit.DONE, totals=totals_json(totals))
 
 
-@app.command(epilog="\b\n" + EXIT_CODES)
+@_command
 def move(
     ctx: typer.Context,
     dest: Annotated[
@@ -10832,7 +10843,7 @@ def _undo_move(ledger: Ledger, voice: Voice) -> None:
     voice.say(f"{ledger.place}: is not moved, and goes on")
 
 
-@app.command(epilog="\b\n" + EXIT_CODES)
+@_command
 def audit(
     ctx: typer.Context,
     prices: PricesOption = None,
@@ -10921,7 +10932,7 @@ def _audit_remote(ledger: Ledger, voice: Voice) -> int:
     return strange
 
 
-@app.command(epilog="\b\n" + EXIT_CODES)
+@_command
 def drill(
     ctx: typer.Context,
     db: DbOption = None,
