@@ -254,7 +254,7 @@ TICK_S = 1.0
 RECOUNT_S = 2.0
 REDRAW_S = 0.25
 # Drawing takes no more than this share of the time, however slow the machine is.
-DRAW_SHARE = 0.03
+DRAW_SHARE = 0.02
 HEARTBEAT_S = 30.0
 TOTALS_RELOAD_S = 30.0
 
@@ -1792,13 +1792,12 @@ def build_row(
     row: str, own: Mapping[str, Any], own_text: str, place: str, defaults: Defaults
 ) -> NewRow:
     """Build the exact body of a row: its own fields, then the defaults it does not name."""
-    missing = {k: v for k, v in defaults.fields.items() if k not in own}
-    given = dict(missing)
+    given = {k: v for k, v in defaults.fields.items() if k not in own}
+    fields: dict[str, Any] = {"model": DEFAULT_MODEL, "mode": "async", **given, **own}
+    fields.pop("kind", None)
+    kind: Kind = own.get("kind") or defaults.kind or "video"
     if defaults.kind is not None and "kind" not in own:
         given["kind"] = defaults.kind
-    kind: Kind = own.get("kind") or defaults.kind or "video"
-    mine = {k: v for k, v in own.items() if k != "kind"}
-    fields = {"model": DEFAULT_MODEL, "mode": "async"} | missing | mine
     body = canonical(fields).encode()
     if len(body) > MAX_BODY_BYTES:
         raise InputError([f"the row makes a body of {len(body)} bytes, over {MAX_BODY_BYTES}"])
@@ -2852,16 +2851,14 @@ SQL_ADD = """
             :status, :now, :now)
     ON CONFLICT DO NOTHING
 """
-# The history of an attempt begins.
+# The history of an attempt begins, unless it has.
 SQL_ADDED_EVENT = """
     INSERT INTO events (at, job, event, before, after, detail)
-    SELECT :now, id, 'added', NULL, status, :detail
+    SELECT :now, id, 'added', NULL, :status, :detail
     FROM jobs
     WHERE key = :key
+      AND NOT EXISTS (SELECT 1 FROM events WHERE events.job = jobs.id)
 """
-SQL_SAVEPOINT = "SAVEPOINT batch"
-SQL_BACK_TO_SAVEPOINT = "ROLLBACK TO SAVEPOINT batch"
-SQL_RELEASE_SAVEPOINT = "RELEASE SAVEPOINT batch"
 # Moves one attempt on, if it is still where the fact expects it.
 SQL_CHANGE = """
     UPDATE jobs
@@ -2955,6 +2952,14 @@ SQL_JOBS = """
     SELECT * FROM jobs
     WHERE id IN (SELECT value FROM json_each(:ids))
        OR job_id IN (SELECT value FROM json_each(:job_ids))
+"""
+SQL_ROWS = """
+    SELECT * FROM jobs
+    WHERE latest = 1 AND row IN (SELECT value FROM json_each(:rows))
+"""
+POSTGRES_ROWS = """
+    SELECT * FROM jobs
+    WHERE latest = 1 AND row IN (SELECT jsonb_array_elements_text(CAST(:rows AS jsonb)))
 """
 # In order, so that no two workers wait for each other.
 POSTGRES_JOBS = """
@@ -3185,6 +3190,8 @@ class Database(Protocol):
     claim_rows: int
     # Attempts by their ids, which come as one JSON list; where others write too, locked.
     jobs_sql: str
+    # Latest attempts by their rows, which come as one JSON list.
+    rows_sql: str
     begin_sql: str
     snapshot_sql: str
     migrations: tuple[tuple[str, ...], ...]
@@ -3219,6 +3226,7 @@ class Sqlite:
     shared = False
     claim_rows = NO_LIMIT
     jobs_sql = SQL_JOBS
+    rows_sql = SQL_ROWS
     begin_sql = SQL_BEGIN
     snapshot_sql = SQL_SNAPSHOT
     migrations = MIGRATIONS
@@ -3372,6 +3380,7 @@ class Postgres:
     shared = True
     claim_rows = CLAIM_ROWS
     jobs_sql = POSTGRES_JOBS
+    rows_sql = POSTGRES_ROWS
     begin_sql = POSTGRES_BEGIN
     snapshot_sql = POSTGRES_SNAPSHOT
     migrations = POSTGRES_MIGRATIONS
@@ -4010,38 +4019,39 @@ class Ledger:
         with self.transaction():
             while batch := list(islice(left, ADD_ROWS)):
                 added.rows.update(row.row for row in batch)
-                if self._add_new(batch, namespace, now_ms):
-                    added.new += len(batch)
-                    continue
+                there = self._there(batch)
+                new = [row for row in batch if row.row not in there]
+                made = self._add_new(new, namespace, now_ms)
+                if made < len(new):
+                    # Another process added some of them at the same moment; all are there now.
+                    there |= self._there(new)
+                    added.existing -= made
+                added.new += made
                 for row in batch:
-                    self._add_or_compare(row, namespace, now_ms, replace, added, log)
+                    if row.row in there:
+                        self._compare(there[row.row], row, now_ms, replace, added, log)
             log.check()
         return added
 
-    def _add_new(self, rows: Sequence[NewRow], namespace: str, now_ms: int) -> bool:
-        """Add rows in few statements; False, with none added, where one of them is there."""
-        lines = [_added_facts(row, 1, namespace, now_ms) for row in rows]
-        self._execute(SQL_SAVEPOINT)
-        if all_new := self._db.execute_many(SQL_ADD, lines) == len(lines):
-            events = [
-                {"key": line["key"], "now": now_ms, "detail": quiet(line["source"])}
-                for line in lines
-            ]
-            self._db.execute_many(SQL_ADDED_EVENT, events)
-        else:
-            self._execute(SQL_BACK_TO_SAVEPOINT)
-        self._execute(SQL_RELEASE_SAVEPOINT)
-        return all_new
+    def _there(self, rows: Iterable[NewRow]) -> dict[str, Job]:
+        """Return the latest attempts of these rows, by row."""
+        names = json.dumps([row.row for row in rows])
+        return {job.row: job for job in self._jobs(self._db.rows_sql, rows=names)}
 
-    def _add_or_compare(
-        self, row: NewRow, namespace: str, now_ms: int, replace: bool, added: Added, log: InputLog
+    def _add_new(self, rows: Sequence[NewRow], namespace: str, now_ms: int) -> int:
+        """Add rows in few statements, but for what is there by now; return how many."""
+        lines = [_added_facts(row, 1, namespace, now_ms) for row in rows]
+        facts = {"now": now_ms, "status": Status.QUEUED.value}
+        events = [facts | {"key": line["key"], "detail": quiet(line["source"])} for line in lines]
+        made = self._db.execute_many(SQL_ADD, lines) if lines else 0
+        if made:
+            self._db.execute_many(SQL_ADDED_EVENT, events)
+        return made
+
+    def _compare(
+        self, there: Job, row: NewRow, now_ms: int, replace: bool, added: Added, log: InputLog
     ) -> None:
-        """Add one row, or do with the one that is there what `fate_of` says."""
-        if self._add(row, 1, namespace, now_ms, row.source):
-            added.new += 1
-            return
-        there = self.job_of_row(row.row)
-        assert there is not None
+        """Do with a row that is there what `fate_of` says."""
         match fate_of(there, row, replace):
             case Fate.SAME:
                 added.existing += 1
@@ -4426,8 +4436,9 @@ class Ledger:
             if current.cost_micros not in (None, after.cost_micros):
                 before, now = show_usd(current.cost_micros), show_usd(after.cost_micros)
                 detail = f"{detail or ''} (cost was ${before}, is ${now})".strip()
-            was = {"expected": current.status, "expected_token": current.token}
-            self._later(SQL_CHANGE, **after._asdict(), **was)
+            facts = after._asdict() | {"status": after.status.value}
+            was = {"expected": current.status.value, "expected_token": current.token}
+            self._later(SQL_CHANGE, **facts, **was)
             self._rows[job.id] = after
             if event != "status" or _said(current) != _said(after):
                 detail = detail or cast("str | None", changes.get("trouble", changes.get("note")))
@@ -4436,15 +4447,18 @@ class Ledger:
         return after
 
     def _event(self, fact: Recorded) -> None:
-        detail = fact.detail and quiet(fact.detail)
-        self._later(SQL_EVENT, **fact._replace(detail=detail)._asdict())
+        facts = fact._asdict() | {"detail": fact.detail and quiet(fact.detail)}
+        # As plain text: sqlite3 takes a detour for each enum, psycopg knows none.
+        facts |= {"before": fact.before and fact.before.value, "after": fact.after.value}
+        self._later(SQL_EVENT, **facts)
 
 
 def _added_facts(row: NewRow, attempt: int, namespace: str, now_ms: int) -> dict[str, Any]:
     """Return what SQL_ADD stores of a new attempt."""
     key = idempotency_key(namespace, row.kind, row.row, row.body, attempt)
-    facts = row._asdict() | {"attempt": attempt, "key": key}
-    return facts | {"status": Status.QUEUED, "now": now_ms}
+    facts = row._asdict()
+    facts.update(attempt=attempt, key=key, status=Status.QUEUED.value, now=now_ms)
+    return facts
 
 
 _TAKEN = "was taken over by another worker meanwhile; nothing was changed"
@@ -10364,7 +10378,7 @@ def status(
             cards = [job_card(_story(ledger, job), voice.complete) for job in named]
             print("\n\n".join("\n".join(card) for card in cards))
         else:
-            _print_table(ledger.latest(), totals)
+            _print_table(ledger.latest(batch=STATUS_TABLE_ROWS + 1), totals)
             if totals.by_status[Status.REVIEW]:
                 voice.say("sume-resume status ROW tells what settles a row in review")
     voice.end(Exit.DONE, totals=totals_json(totals))

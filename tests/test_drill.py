@@ -255,9 +255,8 @@ BREAKS = {
         "charged were",
     ),
     "history that is not written": Break(
-        "        self._later(SQL_EVENT, **fact._replace(detail=detail)._asdict())\n",
-        "        self._later(SQL_EVENT, **fact._replace(detail=detail)._asdict()) if"
-        " fact.event != 'final' else None\n",
+        "        self._later(SQL_EVENT, **facts)\n",
+        "        self._later(SQL_EVENT, **facts) if fact.event != 'final' else None\n",
         "no kill",
         "has not its whole history",
     ),

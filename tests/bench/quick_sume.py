@@ -26,7 +26,7 @@ class Rules:
     answer_s: float = 0.0
     # Jobs that may be open at once; 0 is no limit.
     capacity: int = 0
-    # Submits that may come in any 60 s, and a sixtieth of it in any one; 0 is no limit.
+    # Submits that may come in any 60 s, and a sixth of it in any 10; 0 is no limit.
     writes_per_minute: int = 0
     # When a job asks to be read again; None says nothing.
     hint_s: float | None = None
@@ -112,10 +112,8 @@ class QuickSume:
         limit, recent = self.rules.writes_per_minute, self._recent
         while recent and recent[0] <= now_s - 60:
             recent.popleft()
-        a_second = max(1, limit // 60)
-        too_many = len(recent) >= limit or (
-            len(recent) >= a_second and recent[-a_second] > now_s - 1
-        )
+        in_ten = max(1, limit // 6)
+        too_many = len(recent) >= limit or (len(recent) >= in_ten and recent[-in_ten] > now_s - 10)
         if not too_many:
             recent.append(now_s)
         return too_many
