@@ -2336,12 +2336,12 @@ class Gate:
 class QueueWindow:
     """How many jobs Sume's queue takes from us, learned from its answers.
 
-    An answer that reports room makes it (room + ours). That is too much by the jobs that have
-    ended and were not read since, which count as ours and have left the queue; so less is
-    believed at once, and more only when as many answers in a row report it as the window is
-    large: meanwhile each of ours was read. It grows by one an answer then, since others may
-    take the room too; without reports after a few answers. A full queue sets it to what is
-    there; when others filled it, a probe a minute finds out that they have left.
+    An answer that reports room says how many fit: room + ours. That is too many by the jobs
+    that have ended and that we have not read since. So a smaller number is believed at once,
+    and a larger one only after as many such answers in a row as the window is large: by then
+    each of ours was read. It grows by one an answer, since others may take the room too;
+    without reports after a few answers. A full queue sets it to what is there; when others
+    filled it, a probe a minute finds out that they have left.
     """
 
     def __init__(self) -> None:
@@ -3188,7 +3188,7 @@ class Database(Protocol):
     shared: bool
     # So many rows are looked at, at most, by a worker that wants some.
     claim_rows: int
-    # Attempts by their ids, which come as one JSON list; where others write too, locked.
+    # Attempts by their ids or by their jobs, each a JSON list; where others write too, locked.
     jobs_sql: str
     # Latest attempts by their rows, which come as one JSON list.
     rows_sql: str
@@ -3280,6 +3280,7 @@ class Sqlite:
 
     def execute(self, sql: str, values: Mapping[str, object]) -> sqlite3.Cursor:
         """Run one statement. Raises LedgerError and its kinds."""
+        # Not by `translated`: a context manager for each statement showed in the profile.
         try:
             return self._db.execute(sql, values)
         except sqlite3.Error as exc:
@@ -3690,7 +3691,7 @@ class Ledger:
         return line[0] if line else None
 
     def job(self, id: int) -> Job:
-        """Return an attempt; within a transaction as it is in it, also to its end."""
+        """Return an attempt; a transaction reads it once, and then keeps what it has recorded."""
         if not self._in_transaction:
             return self._jobs(SQL_JOB, id=id)[0]
         if id not in self._rows:
@@ -3702,6 +3703,7 @@ class Ledger:
 
         With `job_ids`, also whatever attempts have these jobs, so that `holder` knows them.
         """
+        assert self._in_transaction
         if len(self._rows) >= ADD_ROWS:
             # A commit of very many facts: what is written can be read again.
             self._write()
@@ -3713,8 +3715,11 @@ class Ledger:
             self._keep(self._jobs(self._db.jobs_sql, **lists))
             self._asked_for |= asked
 
-    def _forget(self) -> None:
-        self._rows.clear()
+    def _forget(self, *ids: int) -> None:
+        """Read attempts anew when they are wanted: these, or all."""
+        for id in ids or list(self._rows):
+            self._rows.pop(id, None)
+        # Who has a job is known by the rows.
         self._asked_for.clear()
 
     def _keep(self, jobs: list[Job]) -> list[Job]:
@@ -4097,7 +4102,7 @@ class Ledger:
             self._execute(
                 SQL_REPLACE, **row._asdict(), id=same.id, expected=same.status, key=key, now=now_ms
             )
-            self._rows.pop(same.id)
+            self._forget()
 
     def record_retried(self, job: Job, now_ms: int, row: NewRow | None = None) -> Job:
         """A new attempt of a row is queued, and the old one is history.
@@ -4153,7 +4158,7 @@ class Ledger:
     def _next_attempt(self, old: Job, row: NewRow, now_ms: int) -> Job:
         if self._execute(SQL_RETIRE, id=old.id, expected=old.status).rowcount != 1:
             raise RowChanged(old.row, "has another attempt already")
-        self._rows.pop(old.id, None)
+        self._forget()
         attempt = old.attempt + 1
         self._add(row, attempt, self._namespace(), now_ms, f"{row.source}, as attempt {attempt}")
         new = self.job_of_row(old.row)
@@ -4191,14 +4196,14 @@ class Ledger:
             with self.transaction():
                 for status in Status:
                     self._execute(SQL_RELEASE, expected=status, worker=self.worker)
-                self._rows.clear()
+                self._forget()
 
     def _hold(self, sql: str, job: Job, **values: object) -> None:
         with self.transaction():
             facts = {"id": job.id, "expected": job.status, "token": job.token} | values
             if self._execute(sql, **facts).rowcount != 1:
                 raise RowChanged(job.row, _TAKEN)
-            self._rows.pop(job.id, None)
+            self._forget(job.id)
 
     # -- recording what Sume does --
 
@@ -4902,11 +4907,7 @@ class FileReply(NamedTuple):
 
 
 @functools.cache
-def exact_url() -> type:
-    """Return a kind of URL that goes on the wire as it is given: httpx would spell it anew.
-
-    A proxy is still asked for host and port alone.
-    """
+def _exact_url() -> Callable[[httpx.URL, bytes], httpx.URL]:
     import httpx
 
     class Exact(httpx.URL):
@@ -4919,6 +4920,14 @@ def exact_url() -> type:
             return self._target
 
     return Exact
+
+
+def exact_url(base: httpx.URL, target: bytes) -> httpx.URL:
+    """Return a URL whose path and query go on the wire as they are: httpx would spell them anew.
+
+    A proxy is still asked for host and port alone.
+    """
+    return _exact_url()(base, target)
 
 
 class Sume:
@@ -5054,7 +5063,7 @@ class Sume:
             timeout=httpx.Timeout(DOWNLOAD_STALL_S, connect=CONNECT_TIMEOUT_S),
             extensions={"trace": _Doorman(link, progress)},
         )
-        request.url = exact_url()(httpx.URL(f"{link.origin}/"), link.target)
+        request.url = exact_url(httpx.URL(f"{link.origin}/"), link.target)
         with contextlib.closing(client.send(request, stream=True)) as response:
             headers = {
                 name.lower(): self._hide_link(value, link)
@@ -5107,17 +5116,18 @@ class Sume:
         path: str,
         deadline_s: float,
         content: bytes | None = None,
-        more: Mapping[str, str] = MappingProxyType({}),
+        more_headers: Mapping[str, str] = MappingProxyType({}),
         trace: Callable[[str, object], None] | None = None,
     ) -> Reply | Failure:
         limit_s = self._clock.awake_s() + deadline_s
         try:
-            request = self._made(method, path, deadline_s, content, more, trace)
+            request = self._build_request(method, path, deadline_s, content, more_headers, trace)
             with contextlib.closing(client.send(request, stream=True)) as response:
                 packing = response.headers.get("content-encoding")
                 if "," in (packing or ""):
                     return Failure(Miss.UNKNOWN, "an answer that is packed more than once")
                 body = bytearray()
+                # What is not packed, which is nearly all, can skip the unpacking.
                 for chunk in response.iter_bytes() if packing else response.iter_raw():
                     body += chunk
                     if len(body) > MAX_ANSWER_BYTES:
@@ -5132,20 +5142,20 @@ class Sume:
             failure = classify(exc)
             return Failure(failure.miss, quiet(f"{self._hide(failure.text)} ({self._host})"))
 
-    def _made(
+    def _build_request(
         self,
         method: str,
         path: str,
         deadline_s: float,
         content: bytes | None,
-        more: Mapping[str, str],
+        more_headers: Mapping[str, str],
         trace: Callable[[str, object], None] | None,
     ) -> httpx.Request:
         """Return a request. The client's own way merges URL, headers and cookies anew for each."""
         import httpx
 
         headers = self._headers.copy()
-        headers.update(more)
+        headers.update(more_headers)
         if content is not None:
             headers["Content-Type"] = "application/json"
         timeout = httpx.Timeout(deadline_s, connect=CONNECT_TIMEOUT_S)
@@ -5155,7 +5165,7 @@ class Sume:
         request = httpx.Request(
             method, self._base, headers=headers, content=content, extensions=extensions
         )
-        request.url = exact_url()(self._base, self._base.raw_path + path.encode())
+        request.url = exact_url(self._base, self._base.raw_path + path.encode())
         return request
 
 
@@ -6842,9 +6852,9 @@ class Engine:
 
     def _replays(self, now_s: float, now_ms: int) -> Iterator[Job]:
         """Yield rows whose last send may have arrived; one too old goes to review."""
-        if not self._ledger.shared and (
-            self._totals.by_status[Status.SENDING] == self._submits_flying()
-        ):
+        unanswered = self._totals.by_status[Status.SENDING]
+        if not self._ledger.shared and unanswered == self._submits_flying():
+            # All of them are on their way: the ledger need not be asked.
             return
         for job in self._ledger.claimable(Status.SENDING, now_ms):
             if job.id in self._flying or self._rests(job, now_s):
@@ -7738,6 +7748,10 @@ def totals_line(totals: Totals) -> Text:
     return Text("  ").join(Text(text, style) for text, style in _totals_parts(totals))
 
 
+def _shown_first(job: Job) -> tuple[int, int]:
+    return _ORDER[job.status], job.id
+
+
 class RunView:
     """Follows a run's events: the rows worth showing, and how fast it goes."""
 
@@ -7789,8 +7803,7 @@ class RunView:
 
     def rows(self, height: int) -> list[Job]:
         """Return what to show in so many lines: what runs on top, then what ended last."""
-        place = lambda job: (_ORDER[job.status], job.id)  # noqa: E731  a line says it
-        running = heapq.nsmallest(max(height, 0), self.open.values(), key=place)
+        running = heapq.nsmallest(max(height, 0), self.open.values(), key=_shown_first)
         last = reversed(self.recent.values())
         ended = (job for job in last if job.id not in self.loading)
         return [*running, *self.loading.values(), *ended][: max(height, 0)]
@@ -10181,8 +10194,8 @@ def _summarize(
     outside: list[str] = []
     named: dict[Status, dict[str, list[str]]] = {}
     # Of all rows the counts are known, and only those that are named need to be looked at.
-    few = (status for status in Status if status not in (Status.QUEUED, Status.COMPLETED))
-    for job in ledger.latest() if scope is not None else ledger.every(*few):
+    named_ones = [s for s in Status if s not in (Status.QUEUED, Status.COMPLETED)]
+    for job in ledger.latest() if scope is not None else ledger.every(*named_ones):
         if scope is not None and job.row not in scope:
             outside += [job.row] if job.status is Status.QUEUED else []
             continue

@@ -17,6 +17,7 @@ import httpx
 import pytest
 from conftest import START_MS, jsonl, reading_of
 
+import sume_resume
 from sume_resume import (
     BACKOFF_CAP_S,
     BACKOFF_FLOOR_S,
@@ -1644,3 +1645,32 @@ def test_parse_time_refuses(text: str) -> None:
 )
 def test_show_time(seconds: float, text: str) -> None:
     assert show_time(seconds) == text
+
+
+# --- what is skipped for speed ---
+
+
+def test_no_secret_is_without_a_sign_of_one() -> None:
+    """Text without a sign is not searched further, so each kind of secret needs one."""
+    samples = (
+        "sume_live_abc", "BEARER abc", "x-api-key: abc", "https://me:word@host/",
+        "HTTPS://host/file?signature=abc",
+    )  # fmt: skip
+    for pattern, _ in sume_resume._SECRETS:
+        found = [text for text in samples if re.search(pattern, text)]
+        assert found, pattern
+        assert all(re.search(sume_resume._SECRET_SIGNS, text) for text in found)
+        assert all(sume_resume.quiet(text) != text for text in found)
+
+
+def test_every_active_character_is_not_printable() -> None:
+    active = [c for c in map(chr, range(0x110000)) if re.match(sume_resume._ACTIVE_TEXT, c)]
+    assert active
+    assert not any(c.isprintable() for c in active)
+
+
+def test_every_field_that_has_a_rule_is_checked() -> None:
+    for name in ("id", "prompt", "model", "duration", "kind", "mode"):
+        assert sume_resume._expected(name, ["no field takes a list"]) is not None
+        assert name in sume_resume._CHECKED
+    assert sume_resume._expected("other", ["anything"]) is None

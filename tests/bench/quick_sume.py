@@ -48,9 +48,10 @@ class Books:
 
     posts_s: list[float] = field(default_factory=list)
     reads: int = 0
+    # Submits under a key that it knew.
+    replays: int = 0
     queue_full: int = 0
     rate_limited: int = 0
-    double_reads: int = 0
     last_told_s: float = 0.0
 
 
@@ -69,7 +70,6 @@ class QuickSume:
         self.rules, self.books = rules, Books()
         self.jobs: dict[str, Job] = {}
         self.by_key: dict[str, Job] = {}
-        self.reading: set[str] = set()
         # Accepted and not done, by the time at which they will be: jobs take equally long.
         self._open: deque[float] = deque()
         self._recent: deque[float] = deque()
@@ -87,6 +87,7 @@ class QuickSume:
         books.posts_s.append(now_s)
         known = self.by_key.get(key)
         if known is not None:
+            books.replays += 1
             return 200, {"job_id": known.id, "idempotency_hit": True}
         if rules.writes_per_minute and self._too_many(now_s):
             books.rate_limited += 1
@@ -124,8 +125,6 @@ class QuickSume:
             return 404, {"error": {"code": "not_found", "message": "no such job"}}
         self.books.reads += 1
         job.reads += 1
-        # Two reads of one job at once are two workers at it.
-        self.books.double_reads += id in self.reading
         told: dict[str, Any] = {"job_id": id, "status": "in_progress", "terminal": False}
         if self.rules.hint_s is not None:
             told["next_poll_after_seconds"] = self.rules.hint_s
@@ -182,15 +181,8 @@ class Connection(asyncio.Protocol):
         if not sume.rules.answer_s or heard.path == "/books":
             self._write(whole, heard.closes)
             return
-        id = heard.path.rpartition("/")[2]
-        if heard.method == "GET":
-            sume.reading.add(id)
-
-        def later() -> None:
-            sume.reading.discard(id)
-            self._write(whole, heard.closes)
-
-        asyncio.get_running_loop().call_later(sume.rules.answer_s, later)
+        loop = asyncio.get_running_loop()
+        loop.call_later(sume.rules.answer_s, self._write, whole, heard.closes)
 
     def _write(self, whole: bytes, closes: bool) -> None:
         self._transport.write(whole)

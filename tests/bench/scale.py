@@ -3,14 +3,13 @@
     python tests/bench/scale.py            from 100 to 1,000,000 rows; takes some minutes
     python tests/bench/scale.py 100 10000  those sizes
 
-The exponent beside a time is the slope in a log-log plot since the line above: 1 is
-proportional to the rows, 0 does not grow.
+Adding and polling are one run, the others medians of three. The exponent beside a time is the
+slope in a log-log plot since the line above: 1 is proportional to the rows, 0 does not grow.
 """
 
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,21 +17,26 @@ from functools import partial
 from math import log10
 from pathlib import Path
 
+import common
 from common import (
     NO_PACING,
     PRODUCT,
-    ROOT,
-    Rules,
     Served,
     added,
-    changed,
+    change,
+    end_in_order,
     medians,
     ran,
     run_command,
     seconds,
-    sume_resume,
+    started,
     write_rows,
 )
+from quick_sume import Rules
+
+sys.path.insert(0, str(common.ROOT))
+
+import sume_resume
 
 SIZES = (100, 1_000, 10_000, 100_000, 1_000_000)
 OPEN_ROWS = 100
@@ -47,22 +51,19 @@ def add_s(folder: Path, count: int) -> float:
 
 
 def start_s(ledger: Path) -> float:
-    """From the start of a run to its first submit."""
+    """From the start of a run to its first submit; after the first time it is a replay."""
     with Served(Rules(answer_s=3600)) as served:
         begun_s = time.monotonic()
-        run = subprocess.Popen(
-            run_command(ledger, *NO_PACING, "--concurrency", "1"),
-            env=served.environ(), cwd=ROOT, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        while not (posts_s := served.books()["posts_s"]):
-            time.sleep(0.01)
-        run.send_signal(signal.SIGKILL)
-        run.wait()
-        return float(posts_s[0] - begun_s)
+        command = run_command(ledger, *NO_PACING, "--concurrency", "1")
+        with started(command, served.environ()) as run:
+            books = served.wait_for(run, lambda books: books["posts_s"])
+        return float(books["posts_s"][0] - begun_s)
 
 
 def status_s(ledger: Path) -> float:
-    return ran([*PRODUCT, "status", "--db", str(ledger)]).wall_s
+    outcome = ran([*PRODUCT, "status", "--db", str(ledger)])
+    assert outcome.code == 0
+    return outcome.wall_s
 
 
 class Readers:
@@ -70,9 +71,13 @@ class Readers:
 
     def __init__(self) -> None:
         self._answers: list[sume_resume.Answer] = []
-        self.reads = 0
-        self.done_s = 0.0
+        self._reads = 0
+        self.begun_s = self.done_s = 0.0
         self.engine: sume_resume.Engine | None = None
+
+    def listen(self, event: sume_resume.Event) -> None:
+        if isinstance(event, sume_resume.Started):
+            self.begun_s = time.perf_counter()
 
     def free(self) -> int:
         return sume_resume.CONCURRENCY - len(self._answers)
@@ -84,8 +89,8 @@ class Readers:
 
     def wait(self, timeout_s: float) -> list[sume_resume.Answer]:
         answers, self._answers = self._answers, []
-        self.reads += len(answers)
-        if self.reads >= OPEN_ROWS and not answers:
+        self._reads += len(answers)
+        if self._reads == OPEN_ROWS and not answers:
             self.done_s = time.perf_counter()
             assert self.engine is not None
             self.engine.stop(signal.SIGTERM)
@@ -98,29 +103,29 @@ class Readers:
 
 def poll_s(path: Path) -> float:
     """One read of each open row, without the network: what the scheduler and its ledger take."""
-    settings = sume_resume.Settings(reads_per_minute=0, limit=0)
-    with sume_resume.open_ledger(path) as ledger, changed(path) as database:
-        database.execute(
-            """
-            UPDATE jobs
-            SET status = 'pending', job_id = 'job_' || id, tries = 1, first_sent_at = created_at,
-                accepted_at = created_at, next_poll_at = created_at
-            WHERE id <= ?
-            """,
-            (OPEN_ROWS,),
-        )
-        database.commit()
-        readers = Readers()
-        begun_s: list[float] = []
-        readers.engine = sume_resume.Engine(
-            ledger, readers, sume_resume.Clock(), settings,
-            listen=lambda event: begun_s.append(time.perf_counter()),
-        )  # fmt: skip
+    change(
+        path,
+        """
+        UPDATE jobs
+        SET status = 'pending', job_id = 'job_' || id, tries = 1, first_sent_at = created_at,
+            accepted_at = created_at, next_poll_at = created_at
+        WHERE id <= ?
+        """,
+        OPEN_ROWS,
+    )
+    settings, readers = sume_resume.Settings(reads_per_minute=0, limit=0), Readers()
+    with sume_resume.open_ledger(path) as ledger:
+        clock = sume_resume.Clock()
+        readers.engine = sume_resume.Engine(ledger, readers, clock, settings, listen=readers.listen)
         readers.engine.run()
-    return readers.done_s - begun_s[0]
+    return readers.done_s - readers.begun_s
 
 
-def main(sizes: list[int]) -> None:
+def main(sizes: list[int]) -> int:
+    if any(size < OPEN_ROWS for size in sizes):
+        print(f"sizes from {OPEN_ROWS} rows on: so many are polled", file=sys.stderr)
+        return 2
+    end_in_order()
     print("| rows | add | start to first submit | status | round of 100 polls |")
     print("|---:|---:|---:|---:|---:|")
     before: list[float] = []
@@ -138,7 +143,8 @@ def main(sizes: list[int]) -> None:
             cells = [f"{cell} ({slope:+.2f})" for cell, slope in zip(cells, slopes, strict=True)]
         before, last = taken, count
         print(f"| {count:,} |", " | ".join(cells), "|", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main([int(text) for text in sys.argv[1:]])
+    sys.exit(main([int(text) for text in sys.argv[1:]]))

@@ -1,4 +1,4 @@
-"""Runs a ledger with a display or without one.
+"""Runs a ledger with the live table or with nothing, which no command does.
 
 Arguments: the ledger, what to show (nothing or table), and how many rows to send.
 """
