@@ -190,7 +190,7 @@ RETRY_AFTER_CAP_S = 900.0
 DOUBT_LIMIT = 5
 # So many different rows answered without a job id, or not found: this is not Sume.
 STRAY_ROWS = 3
-# Where no answer reports room, the queue window grows by one after so many at the most.
+# After so many answers without a report of room, at the most, the queue window grows by one.
 ROOM_VOTES = 8
 # So often a full queue is asked again while jobs of ours are in it: a refusal is free.
 QUEUE_PROBE_S = 60.0
@@ -255,6 +255,8 @@ RECOUNT_S = 2.0
 REDRAW_S = 0.25
 # Drawing takes no more than this share of the time, however slow the machine is.
 DRAW_SHARE = 0.02
+# But a terminal that was stopped for a while (Ctrl-S) is not slow.
+REDRAW_MOST_S = 5.0
 HEARTBEAT_S = 30.0
 TOTALS_RELOAD_S = 30.0
 
@@ -2346,31 +2348,40 @@ class QueueWindow:
 
     def __init__(self) -> None:
         self.size: float = float("inf")
-        # The last answers in a row that report more.
+        # The last reports in a row of more, and answers without a report since the last one.
         self._more: deque[float] = deque()
+        self._silent = 0
         self._probe_s = float("inf")
 
     def accepted(self, room: int | None, ours: int) -> None:
         """An accept was answered; `ours` counts open and in-flight jobs, this one too."""
-        if room is None and self.size == float("inf"):
+        if room is None:
+            self._heard_nothing(ours)
             return
-        told = room + ours if room is not None else self.size + 1
-        if told <= self.size:
-            self.size = told
+        self._silent = 0
+        if room + ours <= self.size:
+            self.size = room + ours
             self._more.clear()
             return
         # A probe beyond the window got through.
         self.size = max(self.size, ours)
-        believed_after = max(1, self.size if room is not None else min(self.size, ROOM_VOTES))
-        self._more.append(told)
-        while len(self._more) > believed_after:
+        self._more.append(room + ours)
+        while len(self._more) > max(1, self.size):
             self._more.popleft()
-        if len(self._more) >= believed_after and min(self._more) > self.size:
+        if len(self._more) >= self.size and min(self._more) > self.size:
             self.size += 1
+
+    def _heard_nothing(self, ours: int) -> None:
+        """An accept came without a report; where none ever comes, it is all there is."""
+        if self.size == float("inf"):
+            return
+        self.size, self._silent = max(self.size, ours), self._silent + 1
+        if self._silent >= min(self.size, ROOM_VOTES):
+            self.size, self._silent = self.size + 1, 0
 
     def full(self, ours: int, now_s: float) -> None:
         """The queue was full while `ours` were in it."""
-        self.size = float(ours)
+        self.size, self._silent = float(ours), 0
         self._more.clear()
         self._probe_s = now_s + QUEUE_PROBE_S
 
@@ -2957,15 +2968,16 @@ SQL_ROWS = """
     SELECT * FROM jobs
     WHERE latest = 1 AND row IN (SELECT value FROM json_each(:rows))
 """
+# By arrays: a set of rows from a function, beside an OR, would have the whole table read.
 POSTGRES_ROWS = """
     SELECT * FROM jobs
-    WHERE latest = 1 AND row IN (SELECT jsonb_array_elements_text(CAST(:rows AS jsonb)))
+    WHERE latest = 1 AND row = ANY (ARRAY(SELECT jsonb_array_elements_text(CAST(:rows AS jsonb))))
 """
 # In order, so that no two workers wait for each other.
 POSTGRES_JOBS = """
     SELECT * FROM jobs
-    WHERE id IN (SELECT jsonb_array_elements_text(CAST(:ids AS jsonb))::bigint)
-       OR job_id IN (SELECT jsonb_array_elements_text(CAST(:job_ids AS jsonb)))
+    WHERE id = ANY (ARRAY(SELECT jsonb_array_elements_text(CAST(:ids AS jsonb))::bigint))
+       OR job_id = ANY (ARRAY(SELECT jsonb_array_elements_text(CAST(:job_ids AS jsonb))))
     ORDER BY id
     FOR UPDATE
 """
@@ -3388,12 +3400,17 @@ class Postgres:
 
     def __init__(self, dsn: Dsn) -> None:
         """Connect. Raises LedgerError when it cannot be reached, or psycopg is missing."""
+        import logging
+
         try:
             import psycopg
         except ImportError:
             raise LedgerError(
                 f"{dsn}: needs psycopg; install it with: pip install 'sume-resume[postgres]'"
             ) from None
+        # What it logs of a pipeline that broke is raised too, and would go through the table.
+        logging.getLogger("psycopg").addHandler(logging.NullHandler())
+        logging.getLogger("psycopg").propagate = False
         self._psycopg, self._dsn, self.name = psycopg, dsn, str(dsn)
         self._db = self._connect()
 
@@ -3820,7 +3837,9 @@ class Ledger:
         if self._unwritten:
             self._write()
         found = [_job_from(line) for line in self._db.claim(sql, facts).fetchall()]
-        return self._keep(found) if self._in_transaction else found
+        # Of rows that are only passed there can be very many; they are read again if need be.
+        few = self._in_transaction and len(self._rows) + len(found) <= ADD_ROWS
+        return self._keep(found) if few else found
 
     def lock_paces(self) -> dict[str, int]:
         """Return the stored times of all budgets and gates, in ms UTC.
@@ -5151,7 +5170,10 @@ class Sume:
         more_headers: Mapping[str, str],
         trace: Callable[[str, object], None] | None,
     ) -> httpx.Request:
-        """Return a request. The client's own way merges URL, headers and cookies anew for each."""
+        """Return a request; no cookie of an earlier answer goes along.
+
+        The client's own way would merge URL, headers and cookies anew for each.
+        """
         import httpx
 
         headers = self._headers.copy()
@@ -6505,6 +6527,9 @@ class Engine:
         self._start_s = self._loaded_s = self._planned_s = clock.awake_s()
         self._holding = False
         self._hits = 0
+        # Whether a call was ever given up: its late answer can move a row on while another
+        # call for it is on its way.
+        self._overran = False
         self._version = 0
         # How far the clock that counts is ahead of this machine's.
         self._ahead_ms = 0
@@ -6744,6 +6769,7 @@ class Engine:
         """Give up the calls whose workers have been at them for too long."""
         late = [call for call in self._flying.values() if now_s >= call.overdue_s]
         for call in late:
+            self._overran = True
             if not call.overrun:
                 self._workers.abandon(call)
         return [no_answer(call, "no answer before the deadline") for call in late]
@@ -6853,7 +6879,8 @@ class Engine:
     def _replays(self, now_s: float, now_ms: int) -> Iterator[Job]:
         """Yield rows whose last send may have arrived; one too old goes to review."""
         unanswered = self._totals.by_status[Status.SENDING]
-        if not self._ledger.shared and unanswered == self._submits_flying():
+        counted_out = not self._ledger.shared and not self._overran
+        if counted_out and unanswered == self._submits_flying():
             # All of them are on their way: the ledger need not be asked.
             return
         for job in self._ledger.claimable(Status.SENDING, now_ms):
@@ -7881,7 +7908,8 @@ class LiveTable:
             with contextlib.suppress(OSError):
                 self._live.update(self.render(), refresh=True)
             taken_s = time.monotonic() - now_s
-            self._draw_at_s = now_s + max(REDRAW_S, taken_s / DRAW_SHARE)
+            pause_s = min(taken_s / DRAW_SHARE, REDRAW_MOST_S)
+            self._draw_at_s = time.monotonic() + max(REDRAW_S, pause_s)
 
     def render(self) -> RenderableType:
         """Return progress, counts, spent and pace, and as many rows as the window has room for."""

@@ -1490,6 +1490,19 @@ def test_window_is_not_misled_by_jobs_that_ended_unread() -> None:
         assert at_sume == capacity
 
 
+def test_window_does_not_take_silence_for_a_report() -> None:
+    """An answer without a report, now and then, neither grows the window nor keeps it small."""
+    window = QueueWindow()
+    window.accepted(0, 20)
+    sizes = []
+    for number in range(60):
+        window.accepted(None if number % 7 == 6 else 1, 20)
+        sizes.append(window.size)
+    # Twenty reports, and the three answers between them that said nothing.
+    assert sizes.index(21) + 1 == 20 + 3
+    assert sizes[-1] == 21
+
+
 def test_window_without_reports_grows_like_a_slow_start() -> None:
     window = QueueWindow()
     window.full(0, 0.0)

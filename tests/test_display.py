@@ -360,6 +360,31 @@ def test_closed_terminal_does_not_end_the_run(event: Tick | Notice) -> None:
     file.closed_now = False
 
 
+def test_terminal_that_stood_still_is_drawn_to_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-S for an hour is no sign of a slow machine."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    made = Console(file=io.StringIO(), width=80, height=24, force_terminal=True)
+    drawn: list[float] = []
+
+    class Slow(LiveTable):
+        def render(self) -> Any:
+            drawn.append(now[0])
+            now[0] += 3600.0 if len(drawn) == 1 else 0.001
+            return super().render()
+
+    with Slow(made) as table:
+        table(Tick(START_MS, None))
+        stood_still = now[0]
+        now[0] += sume_resume.REDRAW_MOST_S
+        table(Tick(START_MS, None))
+        assert drawn == [1000.0, stood_still + sume_resume.REDRAW_MOST_S]
+        # And a quick one is drawn again after the usual pause.
+        now[0] += sume_resume.REDRAW_S
+        table(Tick(START_MS, None))
+        assert len(drawn) == 3
+
+
 # -- the plain log --
 
 

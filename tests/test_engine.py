@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import FILE_ONLY, KEY, START_MS, Desk, clips, statuses
+from conftest import FILE_ONLY, KEY, START_MS, Desk, Inline, clips, statuses
 from servers import FakeSume, Reply, Request, accept_and_say, drop_after, drop_before
 from servers import error as err
 
@@ -908,3 +908,29 @@ def test_the_stand_in_takes_no_ledger_that_was_sent_from(desk: Desk) -> None:
     with open_ledger(desk.place) as ledger, pytest.raises(AccountError):
         sume_resume.admit(ledger, account, True, START_MS)
     assert desk.job().status == "sending"
+
+
+@FILE_ONLY
+def test_a_late_answer_hides_no_row_that_waits_to_be_replayed(desk: Desk) -> None:
+    """Two calls for one row, after the first was given up: counts do not say who waits."""
+    desk.add(*clips(2))
+    with sume_resume.open_ledger(desk.place) as ledger:
+        first, second = [ledger.record_prepared(job, START_MS) for job in ledger.latest()]
+        client = sume_resume.Sume(desk.account, desk.clock, False)
+        carrier = Inline(client, desk.clock)
+        engine = sume_resume.Engine(ledger, carrier, desk.clock, sume_resume.Settings())
+        engine._begin()
+        call = sume_resume.Call(errand=sume_resume.Errand.SUBMIT, job=first, sent_s=0, before=first)
+        call.sent_s = float("-inf")
+        engine._flying = {first.id: call}
+        with ledger.transaction():
+            engine._overruns(desk.clock.awake_s())
+            # The row is sent again, and then the first call is answered after all.
+            again = sume_resume.Call(
+                errand=sume_resume.Errand.SUBMIT, job=first, sent_s=0, before=first
+            )
+            engine._flying = {first.id: again}
+            engine._record_late(call, "job_1", START_MS)
+            waiting = list(engine._replays(desk.clock.awake_s(), START_MS))
+        client.close()
+    assert [job.row for job in waiting] == [second.row]

@@ -554,3 +554,48 @@ def test_totals_need_no_row(ledger: Ledger) -> None:
         steps = [line[3] for line in plan if "jobs" in line[3]]
         assert steps
         assert all(" USING " in step and "INDEX" in step for step in steps), steps
+
+
+def test_a_job_that_was_asked_for_before_its_holder_is_let_go(ledger: Ledger) -> None:
+    """Handing a row back must not make the commit forget who has its job."""
+    first, second = job_in(ledger, Status.PENDING), sending(ledger, "r2")
+    with ledger.transaction():
+        ledger.hold([first.id, second.id], ["job_1"])
+        ledger.record_handed_back(ledger.record_claimed(first, START_MS))
+        after = ledger.record_accepted(second, "job_1", START_MS, START_MS)
+    assert after.status is Status.REVIEW
+    assert ledger.job(first.id).status is Status.PENDING
+
+
+def test_rows_that_are_passed_are_not_kept(desk: Desk) -> None:
+    """A run of one row among many passes the others; a commit does not hold them all."""
+    desk.add(*clips(3 * sume_resume.ADD_ROWS))
+    kept: list[int] = []
+
+    class Watched(Ledger):
+        def _commit(self) -> None:
+            kept.append(len(self._rows))
+            super()._commit()
+
+    last = f"r{3 * sume_resume.ADD_ROWS}"
+    desk.run(scope={last}, make_ledger=Watched)
+    assert desk.jobs()[last].status is Status.COMPLETED
+    assert max(kept) <= sume_resume.ADD_ROWS
+
+
+def test_rows_are_found_by_an_index(ledger: Ledger) -> None:
+    """Whatever the ledger's size: a turn asks for the rows of its answers, and their jobs."""
+    plans = {
+        ledger._db.jobs_sql: {"ids": "[1, 2]", "job_ids": '["job_1"]'},
+        ledger._db.rows_sql: {"rows": '["r1", "r2"]'},
+    }
+    for sql, values in plans.items():
+        with ledger.transaction():
+            if ledger.shared:
+                # Of three rows a scan would be the cheapest; without it an index must do.
+                ledger._execute("SET LOCAL enable_seqscan = off")
+                plan = str(ledger._all(f"EXPLAIN {sql}", **values))
+                assert "Seq Scan on jobs" not in plan, plan
+            else:
+                plan = str(ledger._all(f"EXPLAIN QUERY PLAN {sql}", **values))
+                assert "SCAN jobs" not in plan, plan
