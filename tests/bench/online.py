@@ -85,7 +85,7 @@ def throughput(folder: Path) -> Iterator[Line]:
     base = max(each)
     best = THREADS[each.index(base)]
     yield Line(
-        f"throughput, {JOBS:,} jobs, no pacing, {CONCURRENCY} at once (baseline: {best} threads)",
+        f"throughput, {JOBS:,} jobs, no pacing, {CONCURRENCY} at once (baseline: threads, {best})",
         f"{ours:.0f} jobs/s", f"{base:.0f} jobs/s", f"{ours / base:.2f} x",
         "at least 0.80 x", ours >= 0.8 * base,
     )  # fmt: skip
