@@ -209,5 +209,6 @@ def at_most(what: str, ours_s: float, base_s: float, times: float, plus_s: float
 
 
 def end_in_order() -> None:
-    """Let a termination end what was started, as Ctrl-C does."""
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+    """Let a signal end what was started, without a word."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, lambda number, frame: sys.exit(128 + number))
