@@ -2534,6 +2534,14 @@ class Pacing:
 # All SQL text of the ledger. Values are bound by name; the dialect is kept common to
 # SQLite and Postgres as far as it goes.
 
+# Totals need not look at the rows: what was paid, and what may still have to be.
+TOTALS_INDEXES = (
+    "CREATE INDEX jobs_paid ON jobs (cost_micros) WHERE cost_micros IS NOT NULL",
+    """
+        CREATE INDEX jobs_unpaid ON jobs (first_sent_at)
+        WHERE cost_micros IS NULL AND first_sent_at IS NOT NULL
+        """,
+)
 # Append-only: a step that has shipped is never edited. Each runs in one transaction.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
@@ -2641,15 +2649,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "ALTER TABLE jobs ADD COLUMN worker TEXT",
         "PRAGMA user_version = 4",
     ),
-    (
-        # Totals need not look at the rows: what was paid, and what may still have to be.
-        "CREATE INDEX jobs_paid ON jobs (cost_micros) WHERE cost_micros IS NOT NULL",
-        """
-        CREATE INDEX jobs_unpaid ON jobs (first_sent_at)
-        WHERE cost_micros IS NULL AND first_sent_at IS NOT NULL
-        """,
-        "PRAGMA user_version = 5",
-    ),
+    (*TOTALS_INDEXES, "PRAGMA user_version = 5"),
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 
@@ -2750,14 +2750,7 @@ POSTGRES_MIGRATIONS: tuple[tuple[str, ...], ...] = (
         """,
         "INSERT INTO meta (name, value) VALUES ('schema_version', '1')",
     ),
-    (
-        "CREATE INDEX jobs_paid ON jobs (cost_micros) WHERE cost_micros IS NOT NULL",
-        """
-        CREATE INDEX jobs_unpaid ON jobs (first_sent_at)
-        WHERE cost_micros IS NULL AND first_sent_at IS NOT NULL
-        """,
-        "UPDATE meta SET value = '2' WHERE name = 'schema_version'",
-    ),
+    (*TOTALS_INDEXES, "UPDATE meta SET value = '2' WHERE name = 'schema_version'"),
 )
 SQL_UNSET_META = "DELETE FROM meta WHERE name = :name"
 SQL_SNAPSHOT = "BEGIN"
@@ -3598,8 +3591,7 @@ class Ledger:
         a lock, so nothing that was begun is ever done twice. A connection that breaks is made
         again, but within a transaction: that is undone, and LedgerLost says so.
         """
-        if self._unwritten:
-            self._write()
+        self._write()
         for tries in count(1):
             try:
                 if tries > 1:
@@ -3620,10 +3612,12 @@ class Ledger:
         self._unwritten.setdefault(sql, []).append(values)
 
     def _write(self) -> None:
-        """Write what was put off, an attempt's state first. Raises LedgerError.
+        """Write what was put off, if anything was, an attempt's state first. Raises LedgerError.
 
         Their attempts were read in this transaction, so a line that is not found is a fault.
         """
+        if not self._unwritten:
+            return
         unwritten, self._unwritten = self._unwritten, {}
         for sql in sorted(unwritten, key=WRITTEN_IN_ORDER.index):
             lines = unwritten[sql]
@@ -3654,10 +3648,10 @@ class Ledger:
     def _jobs(self, sql: str, **values: object) -> list[Job]:
         return [_job_from(line) for line in self._all(sql, **values)]
 
-    def _in_batches(self, sql: str, batch: int) -> Iterator[Job]:
+    def _in_batches(self, sql: str, batch: int, **values: object) -> Iterator[Job]:
         """Yield attempts in order; no read stays open between batches."""
         after = 0
-        while found := self._jobs(sql, after=after, limit=batch):
+        while found := self._jobs(sql, after=after, limit=batch, **values):
             yield from found
             after = found[-1].id
 
@@ -3675,8 +3669,7 @@ class Ledger:
         self._in_transaction = True
         try:
             yield
-            if self._unwritten:
-                self._write()
+            self._write()
             self._commit()
         except BaseException:
             self._unwritten.clear()
@@ -3793,10 +3786,7 @@ class Ledger:
         No read stays open between batches.
         """
         for status in statuses:
-            after = 0
-            while found := self.with_status(status, after, batch):
-                yield from found
-                after = found[-1].id
+            yield from self._in_batches(SQL_BY_STATUS, batch, status=status)
 
     def claimable(
         self, status: Status, now_ms: int, after: int = 0, limit: int = NO_LIMIT
@@ -3834,8 +3824,7 @@ class Ledger:
         longest_s = max(LEASE_S, RETRY_AFTER_CAP_S) * (1 + POLL_JITTER)
         no_lease = cast(int, values["now"]) + round(longest_s * 1000)
         facts = {"limit": min(limit, self._db.claim_rows), "no_lease": no_lease, **values}
-        if self._unwritten:
-            self._write()
+        self._write()
         found = [_job_from(line) for line in self._db.claim(sql, facts).fetchall()]
         # Of rows that are only passed there can be very many; they are read again if need be.
         few = self._in_transaction and len(self._rows) + len(found) <= ADD_ROWS
@@ -4102,8 +4091,7 @@ class Ledger:
         return self.meta("namespace") or ""
 
     def _add(self, row: NewRow, attempt: int, namespace: str, now_ms: int, why: str) -> bool:
-        if self._unwritten:
-            self._write()
+        self._write()
         job = self._db.insert(SQL_ADD, _added_facts(row, attempt, namespace, now_ms))
         if job is None:
             return False
@@ -7907,9 +7895,9 @@ class LiveTable:
         if now_s >= self._draw_at_s:
             with contextlib.suppress(OSError):
                 self._live.update(self.render(), refresh=True)
-            taken_s = time.monotonic() - now_s
-            pause_s = min(taken_s / DRAW_SHARE, REDRAW_MOST_S)
-            self._draw_at_s = time.monotonic() + max(REDRAW_S, pause_s)
+            done_s = time.monotonic()
+            pause_s = min((done_s - now_s) / DRAW_SHARE, REDRAW_MOST_S)
+            self._draw_at_s = done_s + max(REDRAW_S, pause_s)
 
     def render(self) -> RenderableType:
         """Return progress, counts, spent and pace, and as many rows as the window has room for."""

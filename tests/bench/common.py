@@ -144,6 +144,14 @@ class Served:
             time.sleep(0.01)
         return books
 
+    def next_submit_s(self, ledger: Path) -> float:
+        """Return what passes from the start of a run to its first submit; the run is killed."""
+        sent, start_s = len(self.books()["posts_s"]), time.monotonic()
+        command = run_command(ledger, *NO_PACING, "--concurrency", "1")
+        with started(command, self.environ()) as run:
+            books = self.wait_for(run, lambda books: len(books["posts_s"]) > sent)
+        return float(books["posts_s"][sent] - start_s)
+
     def jobs_per_s(self) -> float:
         """Return how many jobs a second went through, from the first submit to the last result.
 

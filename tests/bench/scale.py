@@ -18,20 +18,7 @@ from math import log10
 from pathlib import Path
 
 import common
-from common import (
-    NO_PACING,
-    PRODUCT,
-    Served,
-    added,
-    change,
-    end_in_order,
-    medians,
-    ran,
-    run_command,
-    seconds,
-    started,
-    write_rows,
-)
+from common import PRODUCT, Served, added, change, end_in_order, medians, ran, seconds, write_rows
 from quick_sume import Rules
 
 sys.path.insert(0, str(common.ROOT))
@@ -53,11 +40,7 @@ def add_s(folder: Path, count: int) -> float:
 def start_s(ledger: Path) -> float:
     """From the start of a run to its first submit; after the first time it is a replay."""
     with Served(Rules(answer_s=3600)) as served:
-        begun_s = time.monotonic()
-        command = run_command(ledger, *NO_PACING, "--concurrency", "1")
-        with started(command, served.environ()) as run:
-            books = served.wait_for(run, lambda books: books["posts_s"])
-        return float(books["posts_s"][0] - begun_s)
+        return served.next_submit_s(ledger)
 
 
 def status_s(ledger: Path) -> float:
